@@ -1,0 +1,32 @@
+"""Settings every test runs under: they must be in the environment before ray or torch is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def shared_folder() -> Path | None:
+    """Folder with the recorded traces, or None: `HICACHE_SHARED`, else `shared` beside the repository."""
+    for candidate in (os.environ.get("HICACHE_SHARED"), REPOSITORY.parent / "shared"):
+        if candidate and Path(candidate).is_dir():
+            return Path(candidate)
+    return None
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of recorded traces; the test is skipped where it is absent."""
+    folder = shared_folder()
+    if folder is None:
+        pytest.skip("recorded traces not found: set HICACHE_SHARED to their folder")
+    return folder
