@@ -193,10 +193,12 @@ def test_every_integer_dtype_and_stride_hashes_the_same(dtype):
         (lambda: page_hashes(b"1234", 1, bigram=True), ValueError, "4 bytes hold no whole number of 8-byte units"),
         (lambda: token_bytes([1.0]), TypeError, "token 1.0 at position 0 is no integer"),
         (lambda: token_bytes([1, None]), TypeError, "token None at position 1 is no integer"),
-        (lambda: token_bytes([True]), TypeError, "token True at position 0 is no integer"),
-        (lambda: token_bytes([[1, 2]]), ValueError, r"shape \(1, 2\)"),
+        (lambda: token_bytes(["1"]), TypeError, "token '1' at position 0 is no integer"),
+        (lambda: token_bytes([[1, 2]]), TypeError, r"token \[1, 2\] at position 0 is no integer"),
+        (lambda: token_bytes(np.array([1.5])), TypeError, "token 1.5 at position 0 is no integer"),
+        (lambda: token_bytes(np.array([[1, 2]])), ValueError, r"shape \(1, 2\)"),
     ],
-    ids=["page_size", "prior", "bytes", "pair_bytes", "float", "none", "bool", "two_dimensions"],
+    ids=["page_size", "prior", "bytes", "pair_bytes", "float", "none", "text", "nested", "float_array", "matrix"],
 )
 def test_bad_input_is_refused_with_its_value(call, error, text):
     with pytest.raises(error, match=text):
