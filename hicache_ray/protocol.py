@@ -1,0 +1,262 @@
+"""What crosses between a group and its ranks in one step: one request, one answer, both msgpack, both versioned.
+
+The same request bytes go to every rank in the same order, so replicas that decode them do the same work (DESIGN 4).
+Tokens travel as little-endian uint32 bytes. Nothing here is pickled: bytes from outside are parsed, bounded and
+checked, and what does not fit raises ProtocolError naming the field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgpack
+
+from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 256 << 20
+TOKEN_BYTES = 4
+
+
+class ProtocolError(ValueError):
+    """A message that does not follow the protocol; the text names the field and what is wrong with it."""
+
+
+class Admit(NamedTuple):
+    """A request enters the group: its prompt is looked up and, where it pays, prefetched from L3."""
+
+    rid: str
+    tokens: bytes
+    """The prompt, 4 bytes a token, little endian."""
+    namespace: Namespace = EMPTY_NAMESPACE
+    priority: int = 0
+    max_new_tokens: int = 0
+    """L1 room to reserve for the answer, in tokens."""
+
+
+class Finish(NamedTuple):
+    """A request ends: its KV enters the tree unless `insert` is False."""
+
+    rid: str
+    output: bytes = b""
+    """Tokens generated after the prompt whose KV is in the request's pages, 4 bytes each."""
+    insert: bool = True
+
+
+class Control(NamedTuple):
+    """A runtime command all ranks carry out in the same step: name and msgpack-able arguments."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Everything one scheduling iteration wants, in the order in which it is applied."""
+
+    generation: int
+    step: int
+    aborts: tuple[str, ...] = ()
+    finishes: tuple[Finish, ...] = ()
+    admits: tuple[Admit, ...] = ()
+    polls: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+    controls: tuple[Control, ...] = ()
+
+    def encode(self) -> bytes:
+        """The wire form; equal requests encode to equal bytes."""
+        return msgpack.packb(
+            [
+                PROTOCOL_VERSION,
+                self.generation,
+                self.step,
+                self.aborts,
+                self.finishes,
+                [[a.rid, a.tokens, list(a.namespace), a.priority, a.max_new_tokens] for a in self.admits],
+                self.polls,
+                self.schedules,
+                self.controls,
+            ]
+        )
+
+    @classmethod
+    def decode(cls, message: bytes) -> StepRequest:
+        """Parses `encode`'s bytes; raises ProtocolError for anything else."""
+        fields = _unpack(message, 9, "step request")
+        _, generation, step, aborts, finishes, admits, polls, schedules, controls = fields
+        return cls(
+            generation=_typed(generation, int, "generation"),
+            step=_typed(step, int, "step"),
+            aborts=_texts(aborts, "aborts"),
+            finishes=tuple(_finish(row) for row in _rows(finishes, 3, "finishes")),
+            admits=tuple(_admit(row) for row in _rows(admits, 5, "admits")),
+            polls=_texts(polls, "polls"),
+            schedules=_texts(schedules, "schedules"),
+            controls=tuple(_control(row) for row in _rows(controls, 2, "controls")),
+        )
+
+
+class Admitted(NamedTuple):
+    """Answer to Admit: what L1 and L2 hold of the prompt now, and whether L3 is being asked for the rest."""
+
+    rid: str
+    device_tokens: int
+    host_tokens: int
+    prefetch: str
+    """"started", or why not: "no_storage", "short", "rate_limited", "not_backed"."""
+
+
+class Polled(NamedTuple):
+    """Answer to a poll: `ready` means the request may be scheduled now."""
+
+    rid: str
+    ready: bool
+    storage_tokens: int
+    """Tokens its prefetch brought from L3 into L2 so far."""
+
+
+class Scheduled(NamedTuple):
+    """Answer to a schedule: where the prompt's KV came from, in tokens; they add up to the prompt."""
+
+    rid: str
+    ok: bool
+    reason: str
+    """"" when ok, else "no_room" (try again after others finish)."""
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    computed_tokens: int = 0
+
+
+class Finished(NamedTuple):
+    """Answer to Finish: tokens whose KV the tree keeps of this request, and how many of them were there already."""
+
+    rid: str
+    kept_tokens: int
+    duplicate_tokens: int
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """One rank's answer. All ranks of a group answer alike but for `timings_us` and `engine`."""
+
+    rank: int
+    step: int
+    digest: int
+    admitted: tuple[Admitted, ...] = ()
+    polled: tuple[Polled, ...] = ()
+    scheduled: tuple[Scheduled, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    controlled: tuple[Any, ...] = ()
+    timings_us: dict[str, float] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The wire form."""
+        return msgpack.packb(
+            [
+                PROTOCOL_VERSION,
+                self.rank,
+                self.step,
+                self.digest,
+                self.admitted,
+                self.polled,
+                self.scheduled,
+                self.finished,
+                self.controlled,
+                self.timings_us,
+                self.engine,
+            ]
+        )
+
+    @classmethod
+    def decode(cls, message: bytes) -> StepAnswer:
+        """Parses `encode`'s bytes; raises ProtocolError for anything else."""
+        _, rank, step, digest, admitted, polled, scheduled, finished, controlled, timings, engine = _unpack(
+            message, 11, "step answer"
+        )
+        return cls(
+            rank=_typed(rank, int, "rank"),
+            step=_typed(step, int, "step"),
+            digest=_typed(digest, int, "digest"),
+            admitted=tuple(Admitted(*row) for row in _rows(admitted, 4, "admitted")),
+            polled=tuple(Polled(*row) for row in _rows(polled, 3, "polled")),
+            scheduled=tuple(Scheduled(*row) for row in _rows(scheduled, 7, "scheduled")),
+            finished=tuple(Finished(*row) for row in _rows(finished, 3, "finished")),
+            controlled=tuple(_typed(controlled, list, "controlled")),
+            timings_us=_typed(timings, dict, "timings_us"),
+            engine=_typed(engine, dict, "engine"),
+        )
+
+    def agreed(self) -> tuple[Any, ...]:
+        """The part that must be equal on all ranks of a group."""
+        return (self.step, self.digest, self.admitted, self.polled, self.scheduled, self.finished)
+
+
+def _unpack(message: bytes, count: int, what: str) -> list[Any]:
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"{what}: {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are taken")
+    try:
+        fields = msgpack.unpackb(message, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"{what}: not msgpack ({error})") from None
+    if not isinstance(fields, list) or not fields:
+        raise ProtocolError(f"{what}: expected a list of {count} fields, got {type(fields).__name__}")
+    if fields[0] != PROTOCOL_VERSION:
+        raise ProtocolError(f"{what}: version {fields[0]!r}, this side speaks {PROTOCOL_VERSION}")
+    if len(fields) != count:
+        raise ProtocolError(f"{what}: expected {count} fields, got {len(fields)}")
+    return fields
+
+
+def _typed(value: Any, kind: type, name: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ProtocolError(f"{name}: expected {kind.__name__}, got {value!r:.80}")
+    return value
+
+
+def _texts(values: Any, name: str) -> tuple[str, ...]:
+    return tuple(_typed(value, str, name) for value in _typed(values, list, name))
+
+
+def _rows(values: Any, width: int, name: str) -> list[list[Any]]:
+    rows = _typed(values, list, name)
+    for row in rows:
+        if not isinstance(row, list) or len(row) != width:
+            raise ProtocolError(f"{name}: expected rows of {width} fields, got {row!r:.80}")
+    return rows
+
+
+def _tokens(value: Any, name: str) -> bytes:
+    tokens = _typed(value, bytes, name)
+    if len(tokens) % TOKEN_BYTES:
+        raise ProtocolError(f"{name}: {len(tokens)} bytes are no whole number of {TOKEN_BYTES}-byte tokens")
+    return tokens
+
+
+def _admit(row: list[Any]) -> Admit:
+    rid, tokens, namespace, priority, max_new_tokens = row
+    if not isinstance(namespace, list) or len(namespace) != len(Namespace._fields):
+        raise ProtocolError(f"namespace: expected {len(Namespace._fields)} fields, got {namespace!r:.80}")
+    if not all(part is None or isinstance(part, str) for part in namespace):
+        raise ProtocolError(f"namespace: expected texts or nil, got {namespace!r:.80}")
+    if _typed(max_new_tokens, int, "max_new_tokens") < 0:
+        raise ProtocolError(f"max_new_tokens: {max_new_tokens} is negative")
+    return Admit(
+        _typed(rid, str, "rid"),
+        _tokens(tokens, "tokens"),
+        Namespace(*namespace),
+        _typed(priority, int, "priority"),
+        max_new_tokens,
+    )
+
+
+def _finish(row: list[Any]) -> Finish:
+    rid, output, insert = row
+    return Finish(_typed(rid, str, "rid"), _tokens(output, "output"), _typed(insert, bool, "insert"))
+
+
+def _control(row: list[Any]) -> Control:
+    name, arguments = row
+    return Control(_typed(name, str, "control"), _typed(arguments, dict, "control arguments"))

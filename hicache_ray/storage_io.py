@@ -1,0 +1,169 @@
+"""L2 <-> L3 on background threads: asking the store, reading pages into L2, backing pages up (article 2.2, 2.4).
+
+Three workers, one for each kind, so that a slow write never delays a lookup. Operations are page lists; every one ends,
+whatever the store does: what failed is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache_ray.pools.slots import slots_of
+from hicache_ray.storage.base import HiCacheStorage, HostPages, StorageExtra
+from hicache_ray.worker import Worker
+
+if TYPE_CHECKING:
+    from hicache_ray.index import Backup
+    from hicache_ray.prefetch import Prefetch
+
+logger = logging.getLogger("hicache_ray.storage_io")
+
+MAX_UNSTORED = 1 << 16
+"""Most failed page hashes that are remembered."""
+
+BATCH_PAGES = 128
+"""Most pages one storage call moves (article 2.2)."""
+
+
+class StorageIO:
+    """The threads between a rank's host pool and one storage backend, from attach to detach.
+
+    Counts are cumulative and only grow. `backups_done` counts ended backups, in the order in which they were submitted,
+    those that stored nothing included.
+    """
+
+    def __init__(self, storage: HiCacheStorage, host_pool: HostPages, *, pass_prefix_hashes: bool = False) -> None:
+        self.storage = storage
+        self.host_pool = host_pool
+        self.pass_prefix_hashes = pass_prefix_hashes
+        self.bytes: Counter[str] = Counter()
+        self.pages: Counter[str] = Counter()
+        self.backups_done = 0
+        self._unstored: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._query_worker = Worker("l3-query")
+        self._read_worker = Worker("l3-read")
+        self._write_worker = Worker("l3-write")
+        storage.register_mem_pool_host(host_pool)
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The threads, for health checks."""
+        return (self._query_worker, self._read_worker, self._write_worker)
+
+    def query(self, prefetch: Prefetch) -> None:
+        """Find out how many leading pages the store has; sets `hit_pages`, then `query_done`, whatever happens."""
+        self._query_worker.submit("query", lambda: self._query(prefetch))
+
+    def read(self, prefetch: Prefetch) -> None:
+        """Read the hit pages into `prefetch.host_pages`, in order; grows `completed_pages`, at last sets `read_ended`.
+
+        After `read_ended` nothing touches the host pages any more.
+        """
+        self._read_worker.submit("read", lambda: self._read(prefetch))
+
+    def backup(self, backup: Backup) -> None:
+        """Store the pages of a backup; counted in `backups_done` when it has ended."""
+        self._write_worker.submit("backup", lambda: self._backup(backup))
+
+    def close(self, timeout: float) -> bool:
+        """Ends the threads and closes the store; False when a call under way did not end within `timeout` seconds."""
+        ended = all([worker.close(timeout) for worker in self.workers])
+        if ended:
+            self.storage.close()
+        return ended
+
+    def _query(self, prefetch: Prefetch) -> None:
+        try:
+            hashes = [page_hash.hex() for page_hash in prefetch.hashes]
+            for start, stop in _batches(len(hashes)):
+                if prefetch.cancelled:
+                    break
+                hits = self.storage.batch_exists(hashes[start:stop], self._extra(prefetch.prefix_hashes, hashes, start))
+                prefetch.hit_pages = start + min(hits, stop - start)
+                if prefetch.hit_pages < stop:
+                    break
+        finally:
+            prefetch.query_done = True
+
+    def _read(self, prefetch: Prefetch) -> None:
+        try:
+            hashes = [page_hash.hex() for page_hash in prefetch.hashes[: len(prefetch.host_pages)]]
+            for start, stop in _batches(len(hashes)):
+                if prefetch.cancelled:
+                    break
+                extra = self._extra(prefetch.prefix_hashes, hashes, start)
+                slots = slots_of(prefetch.host_pages[start:stop], self.host_pool.page_size)
+                done = _leading(self.storage.batch_get_v1(hashes[start:stop], slots, extra))
+                prefetch.completed_pages = start + done
+                self._count("l3_to_l2", done)
+                if done < stop - start:
+                    self._count("l3_lost", 1)
+                    break
+        finally:
+            prefetch.read_ended = True
+
+    def _backup(self, backup: Backup) -> None:
+        """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (cases 12, 30)."""
+        stored = 0
+        try:
+            if backup.prefix_hashes and backup.prefix_hashes[-1] in self._unstored:
+                return
+            hashes = [page_hash.hex() for page_hash in backup.hashes]
+            prefix = tuple(page_hash.hex() for page_hash in backup.prefix_hashes)
+            for start, stop in _batches(len(hashes)):
+                extra = self._extra(prefix, hashes, start, backup.label)
+                stored = start + self._store(hashes[start:stop], backup.host_pages[start:stop], extra)
+                if stored < stop:
+                    break
+        finally:
+            self._remember(backup.hashes, stored)
+            self.backups_done += 1
+
+    def _store(self, hashes: Sequence[str], host_pages: np.ndarray, extra: StorageExtra) -> int:
+        slots = slots_of(host_pages, self.host_pool.page_size)
+        stored = _leading(self.storage.batch_set_v1(hashes, slots, extra))
+        if stored < len(hashes):
+            self._count("l3_backup_retried", len(hashes) - stored)
+            rest = slots[stored * self.host_pool.page_size :]
+            stored += _leading(self.storage.batch_set_v1(hashes[stored:], rest, extra))
+        self._count("l2_to_l3", stored)
+        return stored
+
+    def _remember(self, hashes: Sequence[bytes], stored: int) -> None:
+        """Notes which pages are not in the store, so that no descendant is stored without its ancestors."""
+        for page_hash in hashes[:stored]:
+            self._unstored.pop(page_hash, None)
+        for page_hash in hashes[stored:]:
+            self._unstored[page_hash] = None
+        while len(self._unstored) > MAX_UNSTORED:
+            self._unstored.popitem(last=False)
+        if stored < len(hashes):
+            self._count("l3_backup_failed", len(hashes) - stored)
+
+    def _extra(self, prefix: Sequence[str], hashes: Sequence[str], start: int, label: str = "") -> StorageExtra:
+        known = (*prefix, *hashes[:start]) if self.pass_prefix_hashes else ()
+        return StorageExtra(prefix_hashes=known, namespace=label)
+
+    def _count(self, path: str, pages: int) -> None:
+        with self._lock:
+            self.pages[path] += pages
+            self.bytes[path] += pages * self.host_pool.page_bytes
+
+
+def _batches(count: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, count, BATCH_PAGES):
+        yield start, min(start + BATCH_PAGES, count)
+
+
+def _leading(flags: Sequence[bool]) -> int:
+    for done, ok in enumerate(flags):
+        if not ok:
+            return done
+    return len(flags)
