@@ -1,4 +1,4 @@
-"""L1 <-> L2 copies off the serving thread: a stream each way on CUDA, a worker thread each way on the CPU (DESIGN 5)."""
+"""L1 <-> L2 copies off the serving thread: each way a stream on CUDA, a worker thread on the CPU (DESIGN 5)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CopyLane(ABC):
 
     @abstractmethod
     def wait(self, timeout: float) -> bool:
-        """Blocks until every submitted copy has ended; False when `timeout` seconds were not enough. Raises as `done`."""
+        """Blocks until every submitted copy has ended; False when `timeout` seconds were too few. Raises as `done`."""
 
     @abstractmethod
     def close(self) -> None:

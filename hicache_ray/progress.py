@@ -1,9 +1,9 @@
 """The one int64 vector a step reduces with MIN: local progress in, what all ranks have reached out (DESIGN 4).
 
-Layout: a header that proves the ranks are at the same point (each value x beside -x: MIN of both shows any difference),
-cumulative counters of finished transfers, and five numbers for each prefetch in flight. Cumulative counts, not "new since
-last time", so a rank that applied an extra step can be seen and nothing is counted twice. A value that needs MAX travels
-as its negative (case 51).
+Layout: a header that proves the ranks are at the same point (each value x beside -x: MIN of both shows any
+difference), cumulative counters of finished transfers, and five numbers for each prefetch in flight. Counts are
+cumulative, not "new since last time", so a rank that applied an extra step can be seen and nothing is counted twice. A
+value that needs MAX travels as its negative (case 51).
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class StorageIO:
             prefetch.read_ended = True
 
     def _backup(self, backup: Backup) -> None:
-        """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (cases 12, 30)."""
+        """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (12, 30)."""
         stored = 0
         try:
             if backup.prefix_hashes and backup.prefix_hashes[-1] in self._unstored:
