@@ -118,7 +118,7 @@ class StorageIO:
             hashes = [page_hash.hex() for page_hash in backup.hashes]
             prefix = tuple(page_hash.hex() for page_hash in backup.prefix_hashes)
             for start, stop in _batches(len(hashes)):
-                extra = self._extra(prefix, hashes, start, backup.label)
+                extra = self._extra(prefix, hashes, start, backup.node.namespace.tenant or "")
                 stored = start + self._store(hashes[start:stop], backup.host_pages[start:stop], extra)
                 if stored < stop:
                     break

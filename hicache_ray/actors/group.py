@@ -1,0 +1,281 @@
+"""TPGroup: the ranks of one model instance, stepped together (DESIGN 4).
+
+The driver's side of a step: one message to every rank, their answers gathered within a deadline and compared. What the
+ranks must agree on is compared field by field; a difference is an error that names the step and the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from hicache_ray.actors.errors import DivergenceError, GroupError, RankDied, StepTimeout
+from hicache_ray.actors.rank import RankServer, RankSpec
+from hicache_ray.protocol import Admit, Admitted, Control, Finish, Finished, Polled, Scheduled, StepAnswer, StepRequest
+from hicache_ray.requests import RequestError
+
+logger = logging.getLogger("hicache_ray.group")
+
+RAY_NAMESPACE = "hicache_ray"
+"""Ray namespace of all named actors of this package."""
+
+INLINE_BYTES = 64 << 10
+"""Larger step messages travel once, through the object store, instead of once a rank."""
+
+
+@dataclass(frozen=True)
+class GroupAnswer:
+    """What a group answered to one step: the agreed part once, the ranks' own parts as lists by rank.
+
+    `timings_us`: `total` (as the caller saw it); `reduction`, `work`, `engine` of the slowest rank; `message` is the
+    rest: encoding, travel, decoding.
+    """
+
+    step: int
+    digest: int
+    admitted: tuple[Admitted, ...]
+    polled: tuple[Polled, ...]
+    scheduled: tuple[Scheduled, ...]
+    finished: tuple[Finished, ...]
+    controlled: tuple[tuple[Any, ...], ...]
+    engine: tuple[dict[str, Any], ...]
+    timings_us: dict[str, float]
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How a group's actors are placed.
+
+    Attributes:
+        cpus, gpus: Ray resources of one rank.
+        strategy: placement strategy of the ranks ("PACK": on one node where possible).
+        detached: the actors outlive the driver that made them.
+        step_timeout: seconds within which every rank has to answer a step.
+        start_timeout: seconds within which all ranks have to be up.
+    """
+
+    cpus: float = 0.1
+    gpus: float = 0.0
+    strategy: str = "PACK"
+    detached: bool = False
+    step_timeout: float = 10.0
+    start_timeout: float = 120.0
+
+
+@dataclass
+class _Ranks:
+    """The actors of a group and the placement group they live in."""
+
+    actors: list[Any]
+    placement: Any
+    pids: list[int] = field(default_factory=list)
+
+
+def actor_name(group: str, rank: int) -> str:
+    """Name of a rank's actor in `RAY_NAMESPACE`."""
+    return f"{group}:rank{rank}"
+
+
+class TPGroup:
+    """The ranks of one model instance. Not thread-safe: one caller steps it."""
+
+    def __init__(self, name: str, ranks: _Ranks, generation: int, options: GroupOptions) -> None:
+        self.name = name
+        self.generation = generation
+        self.options = options
+        self.broken: GroupError | None = None
+        self._ranks = ranks
+        self._step = 0
+
+    @classmethod
+    def create(cls, specs: Sequence[RankSpec], options: GroupOptions | None = None) -> TPGroup:
+        """Starts the actors of a group and joins them; returns when every rank is ready.
+
+        Args:
+            specs: one a rank, in rank order, all of one group.
+            options: placement and deadlines.
+
+        Raises:
+            GroupError: a rank did not come up; what was started is stopped again.
+        """
+        options = options or GroupOptions()
+        name = specs[0].group
+        ranks = _start(specs, options)
+        group = cls(name, ranks, generation=0, options=options)
+        try:
+            group._join(0)
+        except BaseException:
+            group.stop()
+            raise
+        return group
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._ranks.actors)
+
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """Handles of the rank actors, in rank order."""
+        return tuple(self._ranks.actors)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks, in rank order."""
+        return tuple(self._ranks.pids)
+
+    def step(
+        self,
+        *,
+        aborts: Sequence[str] = (),
+        finishes: Sequence[Finish] = (),
+        admits: Sequence[Admit] = (),
+        polls: Sequence[str] = (),
+        schedules: Sequence[str] = (),
+        controls: Sequence[Control] = (),
+    ) -> GroupAnswer:
+        """One scheduling iteration on all ranks.
+
+        Raises:
+            RequestError: the step names a request in a state in which that can't be done; nothing was applied anywhere.
+            StepTimeout, RankDied, DivergenceError: the group is broken; so is every later step of it.
+        """
+        if self.broken is not None:
+            raise self.broken
+        began = time.perf_counter()
+        request = StepRequest(
+            generation=self.generation,
+            step=self._step,
+            aborts=tuple(aborts),
+            finishes=tuple(finishes),
+            admits=tuple(admits),
+            polls=tuple(polls),
+            schedules=tuple(schedules),
+            controls=tuple(controls),
+        )
+        answers = [StepAnswer.decode(answer) for answer in self._send(request.encode())]
+        self._step += 1
+        self._compare(answers)
+        return _group_answer(answers, (time.perf_counter() - began) * 1e6)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Counters of every rank, by rank."""
+        return self._call("stats")
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a rank's tree, allocators or ledger don't add up."""
+        self._call("check_integrity")
+
+    def stop(self) -> None:
+        """Ends the ranks and gives their placement back. May be called twice; never raises for ranks already gone."""
+        closing = [actor.close.remote() for actor in self._ranks.actors]
+        ray.wait(closing, num_returns=len(closing), timeout=5.0)
+        for actor in self._ranks.actors:
+            ray.kill(actor, no_restart=True)
+        if self._ranks.placement is not None:
+            ray.util.remove_placement_group(self._ranks.placement)
+        self._ranks = _Ranks([], None)
+        self.broken = self.broken or GroupError(f"group {self.name} is stopped")
+
+    def _join(self, generation: int) -> None:
+        self.generation = generation
+        self._ranks.pids = self._call("join", generation, timeout=self.options.start_timeout)
+
+    def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
+        timeout = timeout or self.options.step_timeout
+        refs = [getattr(actor, method).remote(*arguments) for actor in self._ranks.actors]
+        return self._gather(refs, method, timeout)
+
+    def _send(self, message: bytes) -> list[bytes]:
+        payload = ray.put(message) if len(message) > INLINE_BYTES and self.size > 1 else message
+        refs = [actor.step.remote(payload) for actor in self._ranks.actors]
+        return self._gather(refs, f"step {self._step}", self.options.step_timeout)
+
+    def _gather(self, refs: list[Any], what: str, timeout: float) -> list[Any]:
+        try:
+            return ray.get(refs, timeout=timeout)
+        except GetTimeoutError:
+            raise self._break(StepTimeout(f"group {self.name}: {what} was not answered within {timeout:g} s")) from None
+        except RayTaskError as error:
+            if isinstance(error.cause, RequestError | AssertionError):
+                raise error.cause from None
+            raise self._break(RankDied(f"group {self.name}: a rank failed in {what}: {error.cause}")) from error
+        except RayActorError as error:
+            raise self._break(RankDied(f"group {self.name}: a rank died in {what}: {error}")) from error
+
+    def _compare(self, answers: Sequence[StepAnswer]) -> None:
+        first = answers[0]
+        for answer in answers[1:]:
+            if answer.agreed() == first.agreed():
+                continue
+            fields = ("step", "digest", "admitted", "polled", "scheduled", "finished")
+            differing = [name for name, a, b in zip(fields, first.agreed(), answer.agreed(), strict=True) if a != b]
+            raise self._break(
+                DivergenceError(
+                    f"group {self.name}: ranks {first.rank} and {answer.rank} differ at step {first.step} "
+                    f"in {', '.join(differing)}"
+                )
+            )
+
+    def _break(self, error: GroupError) -> GroupError:
+        self.broken = error
+        logger.error("%s", error)
+        return error
+
+
+def _start(specs: Sequence[RankSpec], options: GroupOptions) -> _Ranks:
+    bundle: Mapping[str, float] = {k: v for k, v in (("CPU", options.cpus), ("GPU", options.gpus)) if v}
+    name = specs[0].group
+    lifetime = "detached" if options.detached else None
+    placement = None
+    if bundle:
+        placement = ray.util.placement_group([dict(bundle)] * len(specs), options.strategy, lifetime=lifetime)
+        if not placement.wait(options.start_timeout):
+            ray.util.remove_placement_group(placement)
+            raise GroupError(
+                f"group {name}: no room for {len(specs)} ranks of {dict(bundle)} within {options.start_timeout:g} s"
+            )
+    actors = [_start_rank(spec, at, placement, options, lifetime) for at, spec in enumerate(specs)]
+    return _Ranks(actors, placement)
+
+
+def _start_rank(spec: RankSpec, bundle: int, placement: Any, options: GroupOptions, lifetime: str | None) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(placement, bundle) if placement is not None else "DEFAULT"
+    actor = ray.remote(RankServer).options(
+        name=actor_name(spec.group, spec.rank),
+        namespace=RAY_NAMESPACE,
+        lifetime=lifetime,
+        num_cpus=options.cpus,
+        num_gpus=options.gpus,
+        scheduling_strategy=strategy,
+        max_restarts=0,
+        concurrency_groups={"health": 1},
+    )
+    return actor.remote(spec)
+
+
+def _group_answer(answers: Sequence[StepAnswer], total_us: float) -> GroupAnswer:
+    first = answers[0]
+    slowest = max(answers, key=lambda answer: answer.timings_us["total"]).timings_us
+    timings = {part: slowest[part] for part in ("reduction", "work", "engine")}
+    timings["message"] = max(0.0, total_us - slowest["total"])
+    timings["total"] = total_us
+    return GroupAnswer(
+        step=first.step,
+        digest=first.digest,
+        admitted=first.admitted,
+        polled=first.polled,
+        scheduled=first.scheduled,
+        finished=first.finished,
+        controlled=tuple(answer.controlled for answer in answers),
+        engine=tuple(answer.engine for answer in answers),
+        timings_us=timings,
+    )

@@ -1,0 +1,325 @@
+"""HiRadixCache: one rank of the hierarchical cache, without Ray (DESIGN 1 to 5).
+
+An engine embeds it in its worker process and calls `step` once per scheduling iteration with a reducer over its
+ranks; a Ray service runs the same class in an actor. Control (`TieredIndex`, metadata) and data (`TransferController`,
+bytes) meet only here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hicache_ray.controller import NO_CONSUMER, TransferController
+from hicache_ray.index import Match, TieredIndex
+from hicache_ray.ledger import PoolLedger, audit
+from hicache_ray.prefetch import NO_PAGES, PrefetchPolicy
+from hicache_ray.prefetcher import Prefetcher
+from hicache_ray.progress import Progress
+from hicache_ray.protocol import Admit, Admitted, Finish, Finished, Polled, Scheduled, StepAnswer, StepRequest
+from hicache_ray.radix.key import Key
+from hicache_ray.requests import Forward, Request, RequestError
+from hicache_ray.storage.base import HiCacheStorage
+
+logger = logging.getLogger("hicache_ray.cache")
+
+Reducer = Callable[[np.ndarray], np.ndarray]
+"""MIN over all ranks of an int64 vector; every rank calls it once a step."""
+
+
+def alone(vector: np.ndarray) -> np.ndarray:
+    """The reducer of a group of one rank."""
+    return vector
+
+
+class _Sources(NamedTuple):
+    """Pages of a prompt's prefix by where they came from."""
+
+    device: int
+    host: int
+    storage: int
+
+
+class HiRadixCache:
+    """One rank: L1 and L2 pools, the tree replica over them, transfers in flight, and the requests it serves.
+
+    Not thread-safe: one thread steps it. Its own background threads only move bytes and report progress.
+
+    Args:
+        index: the control half.
+        controller: the data half, over pools of the same sizes.
+        prefetch_policy: when to ask L3 and how long to wait.
+        rank: this rank's number in its group.
+        generation: number of the group's current incarnation.
+    """
+
+    def __init__(
+        self,
+        index: TieredIndex,
+        controller: TransferController,
+        prefetch_policy: PrefetchPolicy,
+        *,
+        rank: int = 0,
+        generation: int = 0,
+    ) -> None:
+        self.index = index
+        self.controller = controller
+        self.prefetcher = Prefetcher(index, controller, prefetch_policy)
+        self.rank = rank
+        self.generation = generation
+        self.requests: dict[str, Request] = {}
+        self.forward = Forward((), NO_CONSUMER)
+        self._acknowledged = {"writes": 0, "loads": 0, "backups": 0}
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.index.page_size
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def step(self, request: StepRequest, reduce: Reducer = alone) -> StepAnswer:
+        """One scheduling iteration: exactly one reduction, whatever the request holds.
+
+        Raises:
+            RequestError: the request names something in a state in which that can't be done; nothing was applied.
+            DesyncError: the ranks are not at the same point.
+            CopyError: a copy between L1 and L2 failed; the rank must end.
+        """
+        began = time.perf_counter()
+        progress = self.collect(request)
+        collected = time.perf_counter()
+        agreed = Progress.agreed(reduce(progress.vector()))
+        reduced = time.perf_counter()
+        answer = self.apply(request, agreed)
+        ended = time.perf_counter()
+        answer.timings_us["reduction"] = (reduced - collected) * 1e6
+        answer.timings_us["work"] = (collected - began + ended - reduced) * 1e6
+        return answer
+
+    def collect(self, request: StepRequest) -> Progress:
+        """Checks the request and takes this rank's local progress; changes nothing that is replicated."""
+        self._check(request)
+        self.prefetcher.mark_polled(request.polls)
+        return Progress(
+            generation=self.generation,
+            step=request.step,
+            digest=self.index.tree.digest(),
+            writes=self.controller.writes_done,
+            loads=self.controller.loads_done,
+            backups=self.controller.backups_done,
+            releases=self.prefetcher.releases_done,
+            prefetches=self.prefetcher.progress(),
+        )
+
+    def apply(self, request: StepRequest, agreed: Progress) -> StepAnswer:
+        """Applies the agreed progress, then the request's operations in message order, and begins the transfers."""
+        self._apply_progress(agreed)
+        for rid in request.aborts:
+            self.abort(rid)
+        finished = tuple(self.finish(finish) for finish in request.finishes)
+        admitted = tuple(self.admit(admit) for admit in request.admits)
+        polled = tuple(self.poll(rid) for rid in request.polls)
+        scheduled = tuple(self.schedule(rid) for rid in request.schedules)
+        consumer = self.controller.carry_out(self.index.take_transfers())
+        running = (self.requests[row.rid] for row in scheduled if row.ok)
+        self.forward = Forward(tuple(running), consumer)
+        return StepAnswer(
+            rank=self.rank,
+            step=request.step,
+            digest=self.index.tree.digest(),
+            admitted=admitted,
+            polled=polled,
+            scheduled=scheduled,
+            finished=finished,
+        )
+
+    # -- the operations of a step ------------------------------------------------------------------------------------
+
+    def admit(self, admit: Admit) -> Admitted:
+        """Takes a request in: looks its prompt up and, where it pays, begins to fetch the rest from L3."""
+        tokens = np.frombuffer(admit.tokens, dtype="<u4")
+        key = self.key(tokens[: max(0, len(tokens) - 1)], admit)
+        match = self.index.match(key)
+        prefetch = self.prefetcher.begin(admit.rid, key, match)
+        self.requests[admit.rid] = Request(
+            rid=admit.rid,
+            tokens=tokens,
+            key=key,
+            namespace=admit.namespace,
+            priority=admit.priority,
+            max_new_tokens=admit.max_new_tokens,
+            prefetch=self.prefetcher.active.get(admit.rid),
+        )
+        return Admitted(admit.rid, match.device_pages * self.page_size, match.host_pages * self.page_size, prefetch)
+
+    def poll(self, rid: str) -> Polled:
+        """Whether a waiting request may be scheduled: its prefetch has ended, or it has none."""
+        request = self.requests[rid]
+        return Polled(rid, rid not in self.prefetcher.active, request.storage_pages * self.page_size)
+
+    def schedule(self, rid: str) -> Scheduled:
+        """Gives a waiting request its L1 pages: cached prefix, loaded-back prefix, and room for the rest."""
+        request = self.requests[rid]
+        self.prefetcher.cancel(rid)
+        match = self.index.match(request.key)
+        self.index.lock(match.device_node)
+        loaded = self.index.load_back(match) if match.host_pages else None
+        node, prefix = match.device_node, self.index.device_value(match)
+        if loaded is not None:
+            self.index.lock(loaded.node)
+            self.index.unlock(match.device_node)
+            node, prefix = loaded.node, np.concatenate([prefix, loaded.device_pages])
+        room = self.index.allocate(self._pages_of(request) - len(prefix))
+        if room is None:
+            self.index.unlock(node)
+            return Scheduled(rid, False, "no_room")
+        request.match, request.node = match, node
+        request.pages, request.prefix_pages = np.concatenate([prefix, room]), len(prefix)
+        return self._scheduled(request, match, len(prefix) - match.device_pages)
+
+    def finish(self, finish: Finish) -> Finished:
+        """Ends a running request: its full pages enter the tree, what is a duplicate or fills no page is given back."""
+        request = self.requests.pop(finish.rid)
+        assert request.node is not None
+        if not finish.insert:
+            self._give_back(request)
+            return Finished(finish.rid, 0, 0)
+        output = np.frombuffer(finish.output, dtype="<u4")
+        key = self.key(np.concatenate([request.tokens, output]), request)
+        kept = min(key.pages, len(request.pages))
+        inserted = self.index.insert(
+            key.prefix(kept), request.pages[:kept], match=request.match, priority=request.priority
+        )
+        self.index.unlock(request.node)
+        self.index.device.free(request.pages[request.prefix_pages : inserted.prefix_pages])
+        self.index.device.free(request.pages[kept:])
+        duplicates = max(0, inserted.prefix_pages - request.prefix_pages)
+        return Finished(finish.rid, kept * self.page_size, duplicates * self.page_size)
+
+    def abort(self, rid: str) -> None:
+        """Ends a request in any state, keeping nothing of it; unknown requests are ignored (it may have ended)."""
+        request = self.requests.pop(rid, None)
+        self.prefetcher.cancel(rid)
+        if request is not None and request.running:
+            self._give_back(request)
+
+    # -- the store ---------------------------------------------------------------------------------------------------
+
+    def attach_storage(self, storage: HiCacheStorage, *, pass_prefix_hashes: bool = False) -> None:
+        """Begins to use an L3; what is in the tree already gets its page hashes (D5). RuntimeError when one is attached."""
+        self.controller.attach(storage, pass_prefix_hashes=pass_prefix_hashes)
+        self.index.enable_hashes()
+        self._acknowledged["backups"] = 0
+
+    # -- what a user of one rank may ask -----------------------------------------------------------------------------
+
+    def key(self, tokens: np.ndarray, owner: Admit | Request) -> Key:
+        """The cache key of a token sequence in its owner's namespace; the tail that fills no page is cut (case 20)."""
+        return Key.of(tokens, self.page_size, namespace=owner.namespace, bigram=self.index.bigram)
+
+    def ledger(self) -> dict[str, PoolLedger]:
+        """Where every page of L1 and L2 is: free, in the tree, or in flight (owned by a request or a transfer)."""
+        running = [request.pages[request.prefix_pages :] for request in self.requests.values() if request.running]
+        device = np.concatenate(running) if running else NO_PAGES
+        return audit(self.index, {"device": device, "host": self.prefetcher.in_flight_pages()})
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when tree, allocators or ledger don't add up. Heavy: for tests and audits."""
+        self.index.check_integrity()
+        for pool, ledger in self.ledger().items():
+            ledger.check(pool)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank under stable names; plain numbers, msgpack-able."""
+        io = self.controller.storage_io
+        return {
+            "bytes": self.controller.bytes_moved(),
+            "index": asdict(self.index.stats),
+            "prefetch": dict(self.prefetcher.counts),
+            "ledger": {pool: ledger.as_dict() for pool, ledger in self.ledger().items()},
+            "storage": io.storage.get_stats().as_dict() if io else {},
+            "storage_pages": dict(io.pages) if io else {},
+            "worker_failures": {w.name: sum(w.failures.values()) for w in io.workers} if io else {},
+            "requests": len(self.requests),
+        }
+
+    def is_idle(self) -> bool:
+        """Whether no transfer is in flight anywhere in this rank."""
+        index = self.index
+        busy = index.writes or index.loads or index.backups or self.prefetcher.active or self.prefetcher.closing
+        return not busy
+
+    def close(self) -> None:
+        """Ends the background threads. May be called twice."""
+        self.controller.close()
+
+    # -- internals ---------------------------------------------------------------------------------------------------
+
+    def _check(self, request: StepRequest) -> None:
+        ended = {*request.aborts, *(finish.rid for finish in request.finishes)}
+        arriving = {admit.rid for admit in request.admits}
+        for finish in request.finishes:
+            self._expect(finish.rid, True, "finish")
+        for rid in arriving - ended:
+            if rid in self.requests and self.requests[rid].running:
+                raise RequestError(f"request {rid!r} is running: abort or finish it before it is admitted again")
+        for name, rids in (("poll", request.polls), ("schedule", request.schedules)):
+            for rid in rids:
+                if rid not in arriving:
+                    self._expect(rid, False, name)
+        for admit in request.admits:
+            self._check_size(admit)
+
+    def _expect(self, rid: str, running: bool, operation: str) -> None:
+        request = self.requests.get(rid)
+        if request is None:
+            raise RequestError(f"{operation}: request {rid!r} is unknown here: admit it first")
+        if request.running is not running:
+            state = "running" if request.running else "waiting"
+            raise RequestError(f"{operation}: request {rid!r} is {state}")
+
+    def _check_size(self, admit: Admit) -> None:
+        tokens = len(admit.tokens) // 4 + admit.max_new_tokens
+        room = self.index.device.total * self.page_size
+        if tokens > room:
+            raise RequestError(f"request {admit.rid!r} needs {tokens} tokens of L1, which has {room}: it can never run")
+
+    def _pages_of(self, request: Request) -> int:
+        return -(-(len(request.tokens) + request.max_new_tokens) // self.page_size)
+
+    def _scheduled(self, request: Request, match: Match, loaded_pages: int) -> Scheduled:
+        storage = min(loaded_pages, request.storage_pages)  # case 64: what was really loaded, never more
+        sources = _Sources(match.device_pages, loaded_pages - storage, storage)
+        cached = sum(sources) * self.page_size
+        return Scheduled(
+            request.rid,
+            True,
+            "",
+            sources.device * self.page_size,
+            sources.host * self.page_size,
+            sources.storage * self.page_size,
+            len(request.tokens) - cached,
+        )
+
+    def _give_back(self, request: Request) -> None:
+        assert request.node is not None
+        self.index.unlock(request.node)
+        self.index.device.free(request.pages[request.prefix_pages :])
+
+    def _apply_progress(self, agreed: Progress) -> None:
+        done = self._acknowledged
+        written = self.index.acknowledge_writes(agreed.writes - done["writes"])
+        self.index.acknowledge_loads(agreed.loads - done["loads"])
+        self.index.acknowledge_backups(agreed.backups - done["backups"])
+        done.update(writes=agreed.writes, loads=agreed.loads, backups=agreed.backups)
+        io = self.controller.storage_io
+        if io is not None:
+            for write in written:
+                io.backup(self.index.begin_backup(write))
+        self.prefetcher.apply(agreed.prefetches, agreed.releases)

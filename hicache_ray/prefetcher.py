@@ -1,0 +1,187 @@
+"""Prefetches in flight on one rank: begun at admission, moved on by agreed progress, ended once (article 3.6, 3.7)."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hicache_ray.controller import TransferController
+from hicache_ray.hashing import page_hashes
+from hicache_ray.index import Match, TieredIndex
+from hicache_ray.prefetch import Prefetch, PrefetchPolicy, Stage
+from hicache_ray.progress import PrefetchProgress
+from hicache_ray.radix.key import Key
+from hicache_ray.radix.node import Node
+
+STARTED = "started"
+NO_STORAGE = "no_storage"
+NOT_BACKED = "not_backed"
+SHORT = "short"
+RATE_LIMITED = "rate_limited"
+
+
+class Closing(NamedTuple):
+    """L2 pages of an ended prefetch that its read may still write: they come back when the read has ended."""
+
+    prefetch: Prefetch
+    host_pages: np.ndarray
+
+
+class Prefetcher:
+    """Begins, advances and ends the prefetches of one rank.
+
+    Everything here that changes the index happens on agreed numbers, in the same order on every rank.
+    """
+
+    def __init__(self, index: TieredIndex, controller: TransferController, policy: PrefetchPolicy) -> None:
+        self.index = index
+        self.controller = controller
+        self.policy = policy
+        self.active: dict[str, Prefetch] = {}
+        self.closing: deque[Closing] = deque()
+        self.occupied_pages = 0
+        self.counts: Counter[str] = Counter()
+        self._released = 0
+
+    def begin(self, rid: str, key: Key, match: Match) -> str:
+        """Asks L3 for the pages of `key` beyond what L1 and L2 hold; returns "started" or why not.
+
+        A prefetch of the same request that is still in flight is cancelled first (D8).
+        """
+        self.cancel(rid)
+        reason = self._refusal(key, match)
+        self.counts[reason] += 1
+        if reason == STARTED:
+            self._begin(rid, key, match)
+        return reason
+
+    def cancel(self, rid: str) -> None:
+        """Ends a prefetch, attaching nothing; nothing happens when there is none (case 50)."""
+        if rid in self.active:
+            self.counts["cancelled"] += 1
+            self._end(self.active[rid], 0)
+
+    def mark_polled(self, rids: Sequence[str]) -> None:
+        """Notes which requests the scheduler wants now: only those end by policy."""
+        wanted = set(rids)
+        for rid, prefetch in self.active.items():
+            prefetch.polled = rid in wanted
+
+    def progress(self) -> tuple[PrefetchProgress, ...]:
+        """Local progress of each prefetch in flight, in the order in which they began."""
+        return tuple(self.policy.progress(prefetch) for prefetch in self.active.values())
+
+    @property
+    def releases_done(self) -> int:
+        """Closed prefetches whose read has really ended, cumulative, in order."""
+        done = self._released
+        for closing in self.closing:
+            if not closing.prefetch.read_ended:
+                break
+            done += 1
+        return done
+
+    def apply(self, agreed: Sequence[PrefetchProgress], releases: int) -> None:
+        """Moves every prefetch on by what all ranks have reached."""
+        for prefetch, progress in zip(list(self.active.values()), agreed, strict=True):
+            self._advance(prefetch, progress)
+        while self._released < releases:
+            self._release(self.closing.popleft())
+
+    def in_flight_pages(self) -> np.ndarray:
+        """L2 pages owned by prefetches, for the ledger."""
+        owned = [prefetch.host_pages for prefetch in self.active.values()]
+        owned += [closing.host_pages for closing in self.closing]
+        return np.concatenate(owned) if owned else np.empty(0, dtype=np.int64)
+
+    def _refusal(self, key: Key, match: Match) -> str:
+        if self.controller.storage_io is None:
+            return NO_STORAGE
+        if match.device_node.parent is not None and not match.device_node.backuped:
+            return NOT_BACKED  # what follows a page that no lower tier has could never be reached (case 53)
+        if not self.policy.is_worth(key.pages - match.device_pages - match.host_pages):
+            return SHORT
+        return RATE_LIMITED if self.occupied_pages >= self.policy.capacity_pages else STARTED
+
+    def _begin(self, rid: str, key: Key, match: Match) -> None:
+        matched = match.device_pages + match.host_pages
+        io = self.controller.storage_io
+        assert io is not None
+        hashes = page_hashes(
+            key.units[matched * key.page_bytes :],
+            self.index.page_size,
+            prior=_last_hash(match.host_node),
+            namespace=key.namespace,
+            bigram=key.bigram,
+        )
+        prefetch = Prefetch(
+            rid=rid,
+            key=key,
+            anchor=match.host_node,
+            anchor_pages=matched,
+            hashes=tuple(hashes),
+            prefix_hashes=_path_hashes(match.host_node) if io.pass_prefix_hashes else (),
+            issued_at=self.policy.clock(),
+        )
+        self.index.protect(prefetch.anchor)
+        self.active[rid] = prefetch
+        io.query(prefetch)
+
+    def _advance(self, prefetch: Prefetch, progress: PrefetchProgress) -> None:
+        if progress.terminated or progress.can_terminate:
+            self._end(prefetch, progress.completed_pages)
+        elif prefetch.stage is Stage.QUERYING and progress.queried:
+            self._read_or_revoke(prefetch, progress.hit_pages)
+
+    def _read_or_revoke(self, prefetch: Prefetch, hits: int) -> None:
+        pages = self.index.allocate_host(hits) if self.policy.is_worth(hits) else None
+        if pages is None or self.controller.storage_io is None:
+            self.counts["revoked"] += 1
+            self._end(prefetch, 0)
+            return
+        prefetch.host_pages = pages
+        prefetch.stage = Stage.READING
+        self.occupied_pages += hits
+        self.controller.storage_io.read(prefetch)
+
+    def _end(self, prefetch: Prefetch, completed: int) -> None:
+        """Attaches the completed pages; the rest comes back when the read has ended."""
+        prefetch.cancelled = True
+        prefetch.stage = Stage.ENDED
+        del self.active[prefetch.rid]
+        done, rest = prefetch.host_pages[:completed], prefetch.host_pages[completed:]
+        if completed:
+            key = prefetch.key.prefix(prefetch.anchor_pages + completed)
+            unused = self.index.attach_host(key, prefetch.anchor_pages, done, list(prefetch.hashes[:completed]))
+            self.index.host.free(unused)
+            prefetch.attached_pages = completed - len(unused)
+            self.counts["loaded_pages"] += prefetch.attached_pages
+        self.index.release(prefetch.anchor)
+        self.occupied_pages -= completed
+        if len(rest):
+            self.closing.append(Closing(prefetch, rest))
+
+    def _release(self, closing: Closing) -> None:
+        self._released += 1
+        self.occupied_pages -= len(closing.host_pages)
+        self.index.host.free(closing.host_pages)
+
+
+def _last_hash(node: Node) -> bytes:
+    if node.parent is None:
+        return b""
+    assert node.hash_value is not None, "a tree with a store attached carries hashes"
+    return node.hash_value[-1]
+
+
+def _path_hashes(node: Node) -> tuple[str, ...]:
+    """Hashes of the pages from the root to the end of `node`."""
+    parts: list[list[bytes]] = []
+    while node.parent is not None:
+        assert node.hash_value is not None, "a tree with a store attached carries hashes"
+        parts.append(node.hash_value)
+        node = node.parent
+    return tuple(page_hash.hex() for part in reversed(parts) for page_hash in part)
