@@ -115,7 +115,7 @@ def device_of(config: HiCacheConfig) -> torch.device:
 
 
 def prefetch_policy(config: HiCacheConfig, pool: DevicePool, host: HostPool) -> PrefetchPolicy:
-    """The prefetch policy of a rank; its capacity is 0.8 of what L2 has beyond L1, or half of a smaller L2 (case 45)."""
+    """The prefetch policy of a rank; its capacity is 0.8 of L2's excess over L1, or half of a smaller L2 (45)."""
     beyond = host.tokens - pool.tokens
     capacity = int(0.8 * beyond) if beyond > 0 else host.tokens // 2
     return PrefetchPolicy(

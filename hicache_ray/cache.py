@@ -212,7 +212,7 @@ class HiRadixCache:
     # -- the store ---------------------------------------------------------------------------------------------------
 
     def attach_storage(self, storage: HiCacheStorage, *, pass_prefix_hashes: bool = False) -> None:
-        """Begins to use an L3; what is in the tree already gets its page hashes (D5). RuntimeError when one is attached."""
+        """Begins to use an L3; what the tree holds gets its page hashes (D5). RuntimeError when one is in use."""
         self.controller.attach(storage, pass_prefix_hashes=pass_prefix_hashes)
         self.index.enable_hashes()
         self._acknowledged["backups"] = 0

@@ -6,14 +6,16 @@ It owns the pools' bytes and the lanes and threads that move them; it knows noth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from hicache_ray.copies import CopyError, copy_lane
+from hicache_ray.copies import CopyError, CopyLane, copy_lane
 from hicache_ray.index import Load, Write
 from hicache_ray.storage_io import StorageIO
+from hicache_ray.worker import Worker
 
 if TYPE_CHECKING:
     from hicache_ray.kernels.base import Transfer
@@ -33,9 +35,19 @@ class TransferController:
         host_pool: L2.
         transfer: the copy functions for this pair of pools.
         copy_timeout: seconds a blocking write may take before it counts as a failed copy.
+        lanes, workers: make the lanes and threads; tests give ones that they advance themselves.
     """
 
-    def __init__(self, device_pool: DevicePool, host_pool: HostPool, transfer: Transfer, copy_timeout: float) -> None:
+    def __init__(
+        self,
+        device_pool: DevicePool,
+        host_pool: HostPool,
+        transfer: Transfer,
+        copy_timeout: float,
+        *,
+        lanes: Callable[[torch.device, str], CopyLane] = copy_lane,
+        workers: Callable[[str], Worker] = Worker,
+    ) -> None:
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.transfer = transfer
@@ -44,8 +56,9 @@ class TransferController:
         self.layer_done = device_pool.layer_done
         self.bytes: Counter[str] = Counter()
         self.retired: Counter[str] = Counter()
-        self._write_lane = copy_lane(device_pool.device, "l1-write")
-        self._load_lane = copy_lane(device_pool.device, "l1-load")
+        self._workers = workers
+        self._write_lane = lanes(device_pool.device, "l1-write")
+        self._load_lane = lanes(device_pool.device, "l1-load")
 
     @property
     def writes_done(self) -> int:
@@ -78,7 +91,9 @@ class TransferController:
         """Begin to use a store; RuntimeError while one is attached."""
         if self.storage_io is not None:
             raise RuntimeError("a storage backend is attached: detach it first")
-        self.storage_io = StorageIO(storage, self.host_pool, pass_prefix_hashes=pass_prefix_hashes)
+        self.storage_io = StorageIO(
+            storage, self.host_pool, pass_prefix_hashes=pass_prefix_hashes, workers=self._workers
+        )
 
     def detach(self, timeout: float) -> bool:
         """Stop using the store; the caller has waited for its operations. True also when none was attached."""

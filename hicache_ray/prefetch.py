@@ -61,6 +61,10 @@ class Prefetch:
     # Read by the IO threads:
     cancelled: bool = False
 
+    def end_read(self) -> None:
+        """Nothing touches the host pages any more. Called once, by whichever thread was the last to."""
+        self.read_ended = True
+
 
 @dataclass(frozen=True)
 class PrefetchPolicy:

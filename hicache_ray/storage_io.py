@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hicache_ray.pools.slots import slots_of
 from hicache_ray.storage.base import HiCacheStorage, HostPages, StorageExtra
+from hicache_ray.storage.guard import GuardedStorage
 from hicache_ray.worker import Worker
 
 if TYPE_CHECKING:
@@ -34,23 +35,30 @@ BATCH_PAGES = 128
 class StorageIO:
     """The threads between a rank's host pool and one storage backend, from attach to detach.
 
-    Counts are cumulative and only grow. `backups_done` counts ended backups, in the order in which they were submitted,
-    those that stored nothing included.
+    The store is guarded: a call that passes its deadline is given up, and its pages stay owned until it returns.
     """
 
-    def __init__(self, storage: HiCacheStorage, host_pool: HostPages, *, pass_prefix_hashes: bool = False) -> None:
-        self.storage = storage
+    def __init__(
+        self,
+        storage: HiCacheStorage,
+        host_pool: HostPages,
+        *,
+        pass_prefix_hashes: bool = False,
+        workers: Callable[[str], Worker] = Worker,
+    ) -> None:
+        self.storage = storage if isinstance(storage, GuardedStorage) else GuardedStorage(storage)
         self.host_pool = host_pool
         self.pass_prefix_hashes = pass_prefix_hashes
         self.bytes: Counter[str] = Counter()
         self.pages: Counter[str] = Counter()
-        self.backups_done = 0
+        self._backups_done = 0
+        self._backups: deque[_Ended] = deque()
         self._unstored: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
-        self._query_worker = Worker("l3-query")
-        self._read_worker = Worker("l3-read")
-        self._write_worker = Worker("l3-write")
-        storage.register_mem_pool_host(host_pool)
+        self._query_worker = workers("l3-query")
+        self._read_worker = workers("l3-read")
+        self._write_worker = workers("l3-write")
+        self.storage.register_mem_pool_host(host_pool)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -70,7 +78,17 @@ class StorageIO:
 
     def backup(self, backup: Backup) -> None:
         """Store the pages of a backup; counted in `backups_done` when it has ended."""
-        self._write_worker.submit("backup", lambda: self._backup(backup))
+        ended = _Ended()
+        self._backups.append(ended)
+        self._write_worker.submit("backup", lambda: self._backup(backup, ended))
+
+    @property
+    def backups_done(self) -> int:
+        """Ended backups, those that stored nothing included: cumulative, in the order in which they were submitted."""
+        while self._backups and self._backups[0].flag:
+            self._backups.popleft()
+            self._backups_done += 1
+        return self._backups_done
 
     def close(self, timeout: float) -> bool:
         """Ends the threads and closes the store; False when a call under way did not end within `timeout` seconds."""
@@ -107,9 +125,9 @@ class StorageIO:
                     self._count("l3_lost", 1)
                     break
         finally:
-            prefetch.read_ended = True
+            self._when_returned(prefetch.host_pages, prefetch.end_read)
 
-    def _backup(self, backup: Backup) -> None:
+    def _backup(self, backup: Backup, ended: _Ended) -> None:
         """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (12, 30)."""
         stored = 0
         try:
@@ -124,7 +142,7 @@ class StorageIO:
                     break
         finally:
             self._remember(backup.hashes, stored)
-            self.backups_done += 1
+            self._when_returned(backup.host_pages, ended.set)
 
     def _store(self, hashes: Sequence[str], host_pages: np.ndarray, extra: StorageExtra) -> int:
         slots = slots_of(host_pages, self.host_pool.page_size)
@@ -147,6 +165,10 @@ class StorageIO:
         if stored < len(hashes):
             self._count("l3_backup_failed", len(hashes) - stored)
 
+    def _when_returned(self, host_pages: np.ndarray, callback: Callable[[], None]) -> None:
+        """A call that was given up may still touch its pages: they are handed back when it returns."""
+        self.storage.when_returned(slots_of(host_pages, self.host_pool.page_size), callback)
+
     def _extra(self, prefix: Sequence[str], hashes: Sequence[str], start: int, label: str = "") -> StorageExtra:
         known = (*prefix, *hashes[:start]) if self.pass_prefix_hashes else ()
         return StorageExtra(prefix_hashes=known, namespace=label)
@@ -155,6 +177,16 @@ class StorageIO:
         with self._lock:
             self.pages[path] += pages
             self.bytes[path] += pages * self.host_pool.page_bytes
+
+
+class _Ended:
+    """Whether one backup has ended; set by the thread that ended it."""
+
+    def __init__(self) -> None:
+        self.flag = False
+
+    def set(self) -> None:
+        self.flag = True
 
 
 def _batches(count: int) -> Iterator[tuple[int, int]]:
