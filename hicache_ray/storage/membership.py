@@ -1,0 +1,93 @@
+"""Who holds which page: rendezvous hashing of page hashes over a pool's members, and the epoch that orders changes.
+
+Every client computes owners by itself, so members can join and leave without a directory of pages: of n members, one
+that joins or leaves moves one n-th of the pages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+PAGE_HASH_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The members of a pool at one epoch.
+
+    Attributes:
+        epoch: grows with every change.
+        members: names, unique; their order does not matter for who owns what.
+        replicas: how many members hold each page (all of them, when there are fewer).
+        token: tells this pool from an earlier one of the same name.
+    """
+
+    epoch: int
+    members: tuple[str, ...]
+    replicas: int = 1
+    token: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.members or len(set(self.members)) != len(self.members):
+            raise ValueError(f"a pool needs members with different names, not {self.members}")
+        if self.replicas < 1:
+            raise ValueError(f"replicas must be at least 1, not {self.replicas}")
+
+    @property
+    def copies(self) -> int:
+        """Members that hold each page."""
+        return min(self.replicas, len(self.members))
+
+    def owners(self, page_hashes: Sequence[bytes]) -> npt.NDArray[np.int64]:
+        """Indices into `members` of the holders of each page, best first: [len(page_hashes), copies].
+
+        Args:
+            page_hashes: of 32 bytes each.
+        """
+        count = len(page_hashes)
+        if len(self.members) == 1:
+            return np.zeros((count, 1), dtype=np.int64)
+        words = np.frombuffer(b"".join(page_hashes), dtype="<u8").reshape(count, PAGE_HASH_BYTES // 8)
+        folded = words[:, 0].copy()
+        for column in range(1, words.shape[1]):
+            folded = _mix(folded) ^ words[:, column]
+        scores = _mix(_mix(folded)[:, None] ^ self._seeds[None, :])
+        return np.argsort(scores, axis=1, kind="stable")[:, : self.copies]
+
+    def joined_by(self, *names: str) -> Membership:
+        """The next epoch, with more members; ValueError for one that is there."""
+        return replace(self, epoch=self.epoch + 1, members=(*self.members, *names))
+
+    def left_by(self, name: str) -> Membership:
+        """The next epoch, without that member; ValueError when it is none, or the last."""
+        if name not in self.members:
+            raise ValueError(f"{name!r} is no member of the pool; members are {', '.join(self.members)}")
+        return replace(self, epoch=self.epoch + 1, members=tuple(other for other in self.members if other != name))
+
+    def pack(self) -> bytes:
+        """The membership as a message."""
+        return json.dumps([self.epoch, self.members, self.replicas, self.token]).encode()
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Membership:
+        """The membership in a message; ValueError when it is none."""
+        epoch, members, replicas, token = json.loads(message)
+        return cls(int(epoch), tuple(members), int(replicas), str(token))
+
+    @cached_property
+    def _seeds(self) -> npt.NDArray[np.uint64]:
+        return np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.members], dtype=np.uint64)
+
+
+def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's finaliser, of arrays of any shape."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

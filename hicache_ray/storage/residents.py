@@ -1,0 +1,196 @@
+"""The pages a shard holds: which there are, which slots are free, who has to go when there is no room."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from hicache_ray.storage.arena import Arena, Survivor
+from hicache_ray.storage.arena_layout import VALID, slot_bytes_for
+from hicache_ray.storage.eviction import EvictionPolicy, Page, make_policy
+from hicache_ray.storage.slots import SlotAllocator
+
+
+class Residents:
+    """Index, eviction order and slot accounting of one arena. Not thread-safe; the shard holds its lock.
+
+    Pages compete for room within their size class; a namespace with a quota has an order of its own within each class.
+    When a class needs room and another class has a segment in which every page is colder than the page the class would
+    give up, the whole segment changes over.
+    """
+
+    def __init__(self, arena: Arena, policy: str, quotas: Mapping[bytes, int]) -> None:
+        """Index the pages the arena holds.
+
+        Args:
+            policy: name of an eviction policy.
+            quotas: bytes by namespace label.
+        """
+        make_policy(policy)
+        self._arena = arena
+        self._policy = policy
+        self._quotas = dict(quotas)
+        self._index: dict[bytes, Page] = {}
+        self._order: dict[tuple[int, bytes], EvictionPolicy] = {}
+        self._tick = 0
+        self._segment_tick = [0] * arena.geometry.segments
+        self.used_bytes: Counter[bytes] = Counter()
+        self.evicted = 0
+        self._pages_in: list[dict[Page, None]] = [{} for _ in range(arena.geometry.segments)]
+        survivors: dict[bytes, Survivor] = {}
+        for survivor in arena.survivors():
+            if survivor.key in survivors:
+                arena.mark_empty(survivors[survivor.key].slot)
+            survivors[survivor.key] = survivor
+        self._slots = SlotAllocator(arena, [survivor.slot for survivor in survivors.values()])
+        for survivor in survivors.values():
+            slot_bytes = self._slots.class_of(self._slots.segment_of(survivor.slot))
+            self.used_bytes[survivor.label] += slot_bytes
+            self.add(survivor.key, survivor.slot, slot_bytes, survivor.label, survivor.expires)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def get(self, key: bytes) -> Page | None:
+        """The page stored under `key`."""
+        return self._index.get(key)
+
+    def pages(self) -> list[Page]:
+        """All pages, oldest first."""
+        return list(self._index.values())
+
+    def add(self, key: bytes, slot: int, slot_bytes: int, label: bytes, expires: float = math.inf) -> Page:
+        """The page in a slot that was taken before is stored now."""
+        page = Page(key, slot, slot_bytes, label, self._next_tick(slot), expires)
+        self._index[key] = page
+        self._pages_in[self._slots.segment_of(slot)][page] = None
+        self._order_of(page).add(page)
+        return page
+
+    def touch(self, page: Page) -> None:
+        """The page was used."""
+        page.tick = self._next_tick(page.slot)
+        self._order_of(page).touch(page)
+
+    def drop(self, page: Page, *, evicted: bool = False) -> None:
+        """The page is no longer stored. Its slot is free now, or when its last lease ends."""
+        del self._index[page.key]
+        del self._pages_in[self._slots.segment_of(page.slot)][page]
+        self._order_of(page).remove(page, evicted=evicted)
+        page.stored = False
+        self._arena.mark_empty(page.slot)
+        self.evicted += int(evicted)
+        if not page.leases:
+            self.give_slot(page.slot, page.slot_bytes, page.label)
+
+    def end_lease(self, page: Page) -> None:
+        """One reader of the page is done."""
+        page.leases -= 1
+        if not page.leases and not page.stored:
+            self.give_slot(page.slot, page.slot_bytes, page.label)
+
+    def take_slots(self, slot_bytes: int, count: int, label: bytes) -> list[int]:
+        """Up to `count` slots for new pages of a namespace, evicting where needed; fewer when there is no more room."""
+        slots: list[int] = []
+        while len(slots) < count and self._keep_quota(slot_bytes, label):
+            slot = self._take_slot(slot_bytes)
+            if slot is None:
+                break
+            self.used_bytes[label] += slot_bytes
+            slots.append(slot)
+        return slots
+
+    def give_slot(self, slot: int, slot_bytes: int, label: bytes) -> None:
+        """A slot that was taken holds nothing any more."""
+        self.used_bytes[label] -= slot_bytes
+        self._slots.give(slot, slot_bytes)
+
+    def check_integrity(self, leases: Sequence[Page], reserved: Iterable[tuple[int, list[int]]]) -> None:
+        """AssertionError when index, headers, slots, leases and byte counts do not agree.
+
+        Args:
+            leases: one entry per page and lease.
+            reserved: slot size and slots of each reservation.
+        """
+        held = [(size, slot) for size, slots in reserved for slot in slots]
+        unstored = {(page.slot_bytes, page.slot) for page in leases if not page.stored}
+        stored = [(page.slot_bytes, page.slot) for page in self._index.values()]
+        free = [(size, slot) for size, slots in self._slots.free_slots().items() for slot in slots]
+        everything = held + list(unstored) + stored + free
+        assert len(everything) == len(set(everything)), "a slot is in two places"
+        capacity = [(size, slot) for size in self._slots.classes for slot in self._slots.slots_of(size)]
+        assert sorted(everything) == sorted(capacity), "a slot is lost or not of its segment's size"
+        used = sum(size for size, _ in held + list(unstored) + stored)
+        assert sum(self.used_bytes.values()) == used, f"{self.used_bytes} bytes counted, {used} used"
+        assert sum(len(order) for order in self._order.values()) == len(self._index), "the eviction order lost a page"
+        counted = Counter(map(id, leases))
+        for page in [*self._index.values(), *leases]:
+            assert page.leases == counted[id(page)], f"slot {page.slot}: {page.leases} leases, {counted[id(page)]} held"
+        for key, page in self._index.items():
+            header = self._arena.headers[page.slot]
+            assert header["state"] == VALID and header["key"][: header["key_bytes"]].tobytes() == key == page.key
+            assert slot_bytes_for(int(header["length"])) == page.slot_bytes
+
+    def _take_slot(self, slot_bytes: int) -> int | None:
+        while True:
+            slot = self._slots.take(slot_bytes)
+            if slot is not None:
+                return slot
+            victim = self._victim(lambda size, _: size == slot_bytes)
+            segment = self._colder_segment(slot_bytes, victim)
+            if segment is not None:
+                self._evict_segment(segment)
+            elif victim is not None:
+                self.drop(victim, evicted=True)
+            else:
+                return None
+
+    def _keep_quota(self, slot_bytes: int, label: bytes) -> bool:
+        """Evict the namespace's own pages until one more fits its quota; False when that can't be."""
+        quota = self._quotas.get(label)
+        if quota is None:
+            return True
+        while self.used_bytes[label] + slot_bytes > quota:
+            victim = self._victim(lambda _, group: group == label)
+            if victim is None:
+                return False
+            self.drop(victim, evicted=True)
+        return True
+
+    def _victim(self, of: Callable[[int, bytes], bool]) -> Page | None:
+        """The coldest of the pages that the orders which `of` (slot bytes, quota group) selects would give up."""
+        candidates = [order.victim() for (size, group), order in self._order.items() if of(size, group)]
+        return min((page for page in candidates if page is not None), key=lambda page: page.tick, default=None)
+
+    def _colder_segment(self, slot_bytes: int, victim: Page | None) -> int | None:
+        """A segment of another size class, free to go, last used before the victim was (whenever, without a victim)."""
+        if self._slots.classes == [slot_bytes]:
+            return None
+        others = [
+            segment for size in self._slots.classes if size != slot_bytes for segment in self._slots.segments_of(size)
+        ]
+        for segment in sorted(others, key=self._segment_tick.__getitem__):
+            if victim is not None and self._segment_tick[segment] >= victim.tick:
+                return None
+            pages = self._pages_in[segment]
+            if self._slots.used_in_segment[segment] == len(pages) and not any(page.leases for page in pages):
+                return segment
+        return None
+
+    def _evict_segment(self, segment: int) -> None:
+        for page in list(self._pages_in[segment]):
+            self.drop(page, evicted=True)
+        self._slots.release_segment(segment)
+
+    def _order_of(self, page: Page) -> EvictionPolicy:
+        group = (page.slot_bytes, page.label if page.label in self._quotas else b"")
+        order = self._order.get(group)
+        if order is None:
+            order = self._order[group] = make_policy(self._policy)
+        return order
+
+    def _next_tick(self, slot: int) -> int:
+        self._tick += 1
+        self._segment_tick[self._slots.segment_of(slot)] = self._tick
+        return self._tick

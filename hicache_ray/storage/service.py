@@ -1,0 +1,125 @@
+"""What a storage actor answers, without Ray: messages in, messages out, on top of a shard."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from hicache_ray.storage.base import Bytes
+from hicache_ray.storage.copying import load_page, store_page
+from hicache_ray.storage.membership import Membership
+from hicache_ray.storage.shard import GRANTED, Flags, Shard
+from hicache_ray.storage.wire import FAILED, OK, STALE, Commit, Reply, Request, WireError
+
+
+class ShardService:
+    """The calls of one storage actor. Thread-safe. No call raises for what a client sent: it answers FAILED with the
+    reason, so that a client can tell a bad request from a dead actor."""
+
+    def __init__(self, shard: Shard, membership: Membership) -> None:
+        self.shard = shard
+        self._membership = membership
+        self._lock = threading.Lock()
+
+    @property
+    def membership(self) -> Membership:
+        """The newest membership this actor was told of."""
+        return self._membership
+
+    def set_membership(self, message: bytes) -> int:
+        """Learn a membership unless a newer one is known; returns the epoch known then."""
+        membership = Membership.unpack(message)
+        with self._lock:
+            if membership.epoch > self._membership.epoch:
+                self._membership = membership
+            return self._membership.epoch
+
+    def exists(self, message: bytes) -> bytes:
+        """Request -> flags, one per key."""
+        return self._answer(message, lambda request: (0, self.shard.exists(request.keys).tobytes()))
+
+    def reserve(self, message: bytes) -> bytes:
+        """Request -> reservation id and grants; see `Shard.reserve`."""
+
+        def reserve(request: Request) -> tuple[int, bytes]:
+            reservation = self.shard.reserve(request.keys, request.length, request.label)
+            return reservation.id, reservation.grants.tobytes()
+
+        return self._answer(message, reserve)
+
+    def commit(self, message: bytes, data: Bytes | None = None) -> bytes:
+        """Commit -> flags, one per granted page.
+
+        Args:
+            data: the granted pages [n, page_bytes], of a client that can't write to the arena itself.
+        """
+        try:
+            commit = Commit.unpack(message)
+            good = commit.good if data is None else commit.good & self._write(commit, data)
+            return self._reply(OK, 0, self.shard.commit(commit.reservation, commit.checksums, good).tobytes())
+        except ValueError as error:
+            return self._reply(FAILED, 0, str(error).encode())
+
+    def abort(self, reservation: int) -> None:
+        """See `Shard.abort`."""
+        self.shard.abort(reservation)
+
+    def acquire(self, message: bytes) -> bytes:
+        """Request -> lease id and grants; see `Shard.acquire`."""
+
+        def acquire(request: Request) -> tuple[int, bytes]:
+            lease = self.shard.acquire(request.keys, request.length)
+            return lease.id, lease.grants.tobytes()
+
+        return self._answer(message, acquire)
+
+    def read(self, message: bytes) -> tuple[bytes, Bytes]:
+        """As `acquire`, and the granted pages [granted, page_bytes]; the lease has ended at return."""
+        pages = np.empty((0, 0), np.uint8)
+
+        def read(request: Request) -> tuple[int, bytes]:
+            nonlocal pages
+            lease = self.shard.acquire(request.keys, request.length)
+            granted = lease.grants[lease.grants["status"] == GRANTED]
+            pages = np.empty((len(granted), request.length), np.uint8)
+            suspects = [
+                int(grant["slot"])
+                for page, grant in zip(pages, granted, strict=True)
+                if load_page(page, self.shard.arena.data(int(grant["offset"]), request.length)) != grant["checksum"]
+            ]
+            self.shard.release(lease.id, suspects)
+            return 0, lease.grants.tobytes()
+
+        return self._answer(message, read), pages
+
+    def release(self, lease: int, suspects: bytes = b"") -> None:
+        """See `Shard.release`; `suspects` are int64 slots."""
+        self.shard.release(lease, np.frombuffer(suspects, np.int64).tolist())
+
+    def _write(self, commit: Commit, data: Bytes) -> Flags:
+        """Copy pages to their reserved slots; True for those that arrived as they were sent."""
+        offsets, length = self.shard.reserved(commit.reservation)
+        if not length:
+            return np.zeros(len(commit.checksums), np.bool_)
+        if data.shape != (len(offsets), length) or len(commit.checksums) != len(offsets):
+            raise WireError(f"pages of shape {data.shape} for a reservation of {len(offsets)} pages of {length} bytes")
+        arena = self.shard.arena
+        written = [
+            store_page(arena.data(offset, length), page) == checksum
+            for page, offset, checksum in zip(data, offsets, commit.checksums.tolist(), strict=True)
+        ]
+        return np.array(written, np.bool_)
+
+    def _answer(self, message: bytes, answer: Callable[[Request], tuple[int, bytes]]) -> bytes:
+        try:
+            request = Request.unpack(message)
+            if request.epoch < self._membership.epoch:
+                return self._reply(STALE, 0, self._membership.pack())
+            return self._reply(OK, *answer(request))
+        except ValueError as error:
+            return self._reply(FAILED, 0, str(error).encode())
+
+    def _reply(self, status: int, identity: int, payload: bytes) -> bytes:
+        return Reply(status, self._membership.epoch, self.shard.arena.arena_id, identity, payload).pack()

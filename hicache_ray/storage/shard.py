@@ -1,0 +1,395 @@
+"""One storage actor's pages, without Ray: an index over an arena, reservations, leases, eviction.
+
+A page is written in two steps (`reserve`, copy, `commit`) and read in three (`acquire`, copy, `release`); the copying
+is the caller's. A page is seen from its commit on, whole. What a dead client left reserved or leased expires.
+All methods are thread-safe and short: none of them copies pages (`release` may read a suspect one).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hicache_ray.storage.arena import Arena
+from hicache_ray.storage.arena_layout import MAX_KEY_BYTES, MAX_LABEL_BYTES, slot_bytes_for
+from hicache_ray.storage.copying import checksum_of
+from hicache_ray.storage.eviction import Page
+from hicache_ray.storage.residents import Residents
+
+MISSING, GRANTED, EXISTING, REFUSED = 0, 1, 2, 3
+"""Status of a grant: the page is not here; here it may be read or written; it is stored already; there is no room."""
+
+GRANT = np.dtype([("slot", "<i8"), ("offset", "<i8"), ("generation", "<u8"), ("checksum", "<u8"), ("status", "<i8")])
+"""What a client is told about one page: the slot, where its data is in the arena file, the generation that the slot's
+header shows as long as the grant is good, the checksum of the data (reads only), and the status."""
+
+Grants = npt.NDArray[Any]
+Flags = npt.NDArray[np.bool_]
+
+REMEMBERED_COMMITS = 1024
+
+
+@dataclass(frozen=True)
+class NamespaceLimit:
+    """What pages of one namespace label may use.
+
+    Attributes:
+        quota_bytes: most bytes of slots, None: no limit. Beyond it the namespace's own pages are evicted.
+        ttl: seconds a page is served after it was stored, None: for ever.
+    """
+
+    quota_bytes: int | None = None
+    ttl: float | None = None
+
+
+class Reservation(NamedTuple):
+    """Answer to `reserve`: the id to commit with, and a grant per key."""
+
+    id: int
+    grants: Grants
+
+
+class Lease(NamedTuple):
+    """Answer to `acquire`: the id to release with (0: nothing was granted), and a grant per key."""
+
+    id: int
+    grants: Grants
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """State and counters of a shard; counters since this process opened the arena."""
+
+    pages: int
+    used_bytes: int
+    total_bytes: int
+    reserved: int
+    leased: int
+    reopened: int
+    """Pages found in the arena at start."""
+    stored: int = 0
+    existing: int = 0
+    refused: int = 0
+    evicted: int = 0
+    expired: int = 0
+    corrupt: int = 0
+    asked: int = 0
+    hits: int = 0
+    abandoned: int = 0
+    """Reservations and leases that expired: their client died or was too slow."""
+    used_bytes_by_namespace: Mapping[str, int] = field(default_factory=dict)
+
+
+class _Reserved(NamedTuple):
+    keys: list[bytes]
+    slots: list[int]
+    length: int
+    slot_bytes: int
+    label: bytes
+    deadline: float
+
+
+class _Leased(NamedTuple):
+    pages: list[Page]
+    deadline: float
+
+
+class Shard:
+    """See the module. `clock` gives seconds; it must be comparable across restarts for TTL to survive them."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        policy: str = "lru",
+        limits: Mapping[str, NamespaceLimit] | None = None,
+        lease_seconds: float = 30.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Take over whatever whole pages the arena holds.
+
+        Raises:
+            ValueError: unknown policy.
+        """
+        self.arena = arena
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ids = itertools.count(int(arena.next_generation(1)[0]))
+        self._limits = {namespace_label(name): limit for name, limit in (limits or {}).items()}
+        quotas = {label: limit.quota_bytes for label, limit in self._limits.items() if limit.quota_bytes is not None}
+        self._residents = Residents(arena, policy, quotas)
+        self._expiry: list[tuple[float, int, Page]] = []
+        self._reserved: OrderedDict[int, _Reserved] = OrderedDict()
+        self._leased: OrderedDict[int, _Leased] = OrderedDict()
+        self._committed: OrderedDict[int, Flags] = OrderedDict()
+        self._counts = dict.fromkeys(
+            ("stored", "existing", "refused", "expired", "corrupt", "asked", "hits", "abandoned"), 0
+        )
+        for page in self._residents.pages():
+            self._watch_expiry(page)
+        self._reopened = len(self._residents)
+
+    def exists(self, keys: Sequence[bytes]) -> Flags:
+        """Which keys are stored. Counts as a use: what was just looked up is the last to be evicted."""
+        with self._lock:
+            self._expire()
+            pages = [self._residents.get(key) for key in keys]
+            self._use([page for page in pages if page is not None])
+            self._counts["asked"] += len(keys)
+            flags = np.array([page is not None for page in pages], dtype=np.bool_)
+            self._counts["hits"] += int(flags.sum())
+            return flags
+
+    def reserve(self, keys: Sequence[bytes], length: int, label: bytes = b"") -> Reservation:
+        """Slots to write pages of `length` bytes into.
+
+        Per key the status is EXISTING (nothing to write), GRANTED (write `length` bytes at the offset, then commit) or
+        REFUSED (no room that may be taken: the rest of the keys is refused too). Other pages may be evicted. Two
+        writers of one key both get a slot; the first commit wins.
+
+        Raises:
+            ValueError: a key, the label or the length does not fit an arena's slot.
+        """
+        slot_bytes = self._checked_size(keys, length, label)
+        grants = np.zeros(len(keys), GRANT)
+        with self._lock:
+            self._expire()
+            present = [self._residents.get(key) for key in keys]
+            self._use([page for page in present if page is not None])
+            wanted = [i for i, page in enumerate(present) if page is None]
+            slots = self._residents.take_slots(slot_bytes, len(wanted), label)
+            granted, refused = wanted[: len(slots)], wanted[len(slots) :]
+            grants["status"] = EXISTING
+            grants["status"][refused] = REFUSED
+            self._counts["existing"] += len(keys) - len(wanted)
+            self._counts["refused"] += len(refused)
+            if not granted:
+                return Reservation(0, grants)
+            self._describe_new(grants, granted, slots, length)
+            identity = next(self._ids)
+            self._reserved[identity] = _Reserved(
+                [keys[i] for i in granted], slots, length, slot_bytes, label, self._clock() + self._lease_seconds
+            )
+            return Reservation(identity, grants)
+
+    def commit(self, reservation: int, checksums: npt.NDArray[np.uint64], good: Flags | None = None) -> Flags:
+        """The granted pages of a reservation are written: they become visible. One flag per granted page.
+
+        Args:
+            checksums: xxh3_64 of each granted page, in the order of the grants.
+            good: which of them were written; the others' slots are given back and their flag is False.
+
+        A reservation that expired, was aborted or is unknown gives all False. Committing twice gives the first answer.
+
+        Raises:
+            ValueError: not one checksum per granted page.
+        """
+        with self._lock:
+            self._expire()
+            held = self._reserved.get(reservation)
+            if held is None:
+                return self._committed.get(reservation, np.zeros(len(checksums), np.bool_))
+            if len(checksums) != len(held.keys):
+                raise ValueError(f"{len(checksums)} checksums for a reservation of {len(held.keys)} pages")
+            del self._reserved[reservation]
+            flags = np.ones(len(held.keys), np.bool_) if good is None else good.astype(np.bool_)
+            self._store(held, checksums, flags)
+            self._committed[reservation] = flags
+            while len(self._committed) > REMEMBERED_COMMITS:
+                self._committed.popitem(last=False)
+            return flags
+
+    def reserved(self, reservation: int) -> tuple[list[int], int]:
+        """File offsets of a reservation's granted slots and the bytes a page; ([], 0) for one that is not open."""
+        with self._lock:
+            held = self._reserved.get(reservation)
+            if held is None:
+                return [], 0
+            return self.arena.offsets(np.array(held.slots, np.int64)).tolist(), held.length
+
+    def abort(self, reservation: int) -> None:
+        """Give the reserved slots back. Harmless for an unknown reservation."""
+        with self._lock:
+            self._abandon(self._reserved.pop(reservation, None))
+
+    def acquire(self, keys: Sequence[bytes], length: int) -> Lease:
+        """Lease the stored pages among `keys` for reading: status GRANTED with offset, generation and checksum, or
+        MISSING. A page stored with another length is MISSING. A leased page is not evicted until it is released or
+        the lease expires."""
+        grants = np.zeros(len(keys), GRANT)
+        with self._lock:
+            self._expire()
+            self._counts["asked"] += len(keys)
+            found = [(i, page) for i, key in enumerate(keys) if (page := self._residents.get(key)) is not None]
+            slots = np.array([page.slot for _, page in found], dtype=np.int64)
+            fits = self.arena.headers["length"][slots] == length
+            found = [pair for pair, ok in zip(found, fits.tolist(), strict=True) if ok]
+            if not found:
+                return Lease(0, grants)
+            where, pages, slots = [i for i, _ in found], [page for _, page in found], slots[fits]
+            self._counts["hits"] += len(pages)
+            self._use(pages)
+            for page in pages:
+                page.leases += 1
+            headers = self.arena.headers
+            grants["slot"][where] = slots
+            grants["offset"][where] = self.arena.offsets(slots)
+            grants["generation"][where] = headers["generation"][slots]
+            grants["checksum"][where] = headers["checksum"][slots]
+            grants["status"][where] = GRANTED
+            identity = next(self._ids)
+            self._leased[identity] = _Leased(pages, self._clock() + self._lease_seconds)
+            return Lease(identity, grants)
+
+    def release(self, lease: int, suspects: Sequence[int] = ()) -> None:
+        """End a lease; harmless for one that is unknown or expired.
+
+        Args:
+            suspects: slots of the lease whose bytes did not match for the reader. Those that do not match for the shard
+                either are dropped, so that the page can be stored again.
+        """
+        with self._lock:
+            held = self._leased.pop(lease, None)
+            if held is None:
+                return
+            suspected = set(suspects)
+            for page in held.pages:
+                if page.slot in suspected and page.stored and not self._intact(page):
+                    self._counts["corrupt"] += 1
+                    self._residents.drop(page)
+                self._residents.end_lease(page)
+
+    def clear(self, label: bytes | None = None) -> int:
+        """Drop all pages, or those of one namespace label; what is being written is dropped too. Returns the pages."""
+        with self._lock:
+            for identity, held in list(self._reserved.items()):
+                if label is None or held.label == label:
+                    self._abandon(self._reserved.pop(identity))
+            gone = [page for page in self._residents.pages() if label is None or page.label == label]
+            for page in gone:
+                self._residents.drop(page)
+            return len(gone)
+
+    def stats(self) -> ShardStats:
+        """State and counters now."""
+        with self._lock:
+            self._expire()
+            geometry = self.arena.geometry
+            return ShardStats(
+                pages=len(self._residents),
+                used_bytes=sum(self._residents.used_bytes.values()),
+                total_bytes=geometry.segments * geometry.segment_bytes,
+                reserved=sum(len(held.slots) for held in self._reserved.values()),
+                leased=sum(len(held.pages) for held in self._leased.values()),
+                reopened=self._reopened,
+                evicted=self._residents.evicted,
+                used_bytes_by_namespace={
+                    label.decode(errors="replace"): used for label, used in self._residents.used_bytes.items() if used
+                },
+                **self._counts,
+            )
+
+    def check_integrity(self, *, read_pages: bool = False) -> None:
+        """Compare index, headers, free slots, leases and byte counts; AssertionError names what differs.
+
+        Args:
+            read_pages: also compare every page with its checksum.
+        """
+        with self._lock:
+            leases = [page for held in self._leased.values() for page in held.pages]
+            self._residents.check_integrity(leases, [(held.slot_bytes, held.slots) for held in self._reserved.values()])
+            if read_pages:
+                broken = [page.slot for page in self._residents.pages() if not self._intact(page)]
+                assert not broken, f"slots {broken} do not match their checksums"
+
+    def _checked_size(self, keys: Sequence[bytes], length: int, label: bytes) -> int:
+        if not 0 < length <= self.arena.geometry.segment_bytes:
+            raise ValueError(f"a page of {length} bytes does not fit a segment of {self.arena.geometry.segment_bytes}")
+        if len(label) > MAX_LABEL_BYTES or any(not 0 < len(key) <= MAX_KEY_BYTES for key in keys):
+            raise ValueError(f"keys must have 1 to {MAX_KEY_BYTES} bytes, a label at most {MAX_LABEL_BYTES}")
+        return slot_bytes_for(length)
+
+    def _describe_new(self, grants: Grants, where: list[int], slots: list[int], length: int) -> None:
+        numbers = np.array(slots, dtype=np.int64)
+        generations = self.arena.next_generation(len(slots))
+        self.arena.mark_writing(numbers, generations, length)
+        grants["slot"][where] = numbers
+        grants["offset"][where] = self.arena.offsets(numbers)
+        grants["generation"][where] = generations
+        grants["status"][where] = GRANTED
+
+    def _store(self, held: _Reserved, checksums: npt.NDArray[np.uint64], flags: Flags) -> None:
+        """Make the flagged pages visible; the slots of the others, and of keys somebody stored meanwhile, are free."""
+        new: dict[bytes, int] = {}
+        for i, (key, slot) in enumerate(zip(held.keys, held.slots, strict=True)):
+            if flags[i] and key not in new and self._residents.get(key) is None:
+                new[key] = i
+            else:
+                self._residents.give_slot(slot, held.slot_bytes, held.label)
+                self._counts["existing"] += int(flags[i])
+        if not new:
+            return
+        ttl = self._limits.get(held.label, NamespaceLimit()).ttl
+        expires = math.inf if ttl is None else self._clock() + ttl
+        order = list(new.values())
+        slots = [held.slots[i] for i in order]
+        self.arena.mark_valid(np.array(slots, np.int64), list(new), checksums[order], held.label, expires)
+        # Last page first: among pages stored together the deeper ones are evicted before those they hang under.
+        for key, slot in reversed(list(zip(new, slots, strict=True))):
+            self._watch_expiry(self._residents.add(key, slot, held.slot_bytes, held.label, expires))
+        self._counts["stored"] += len(new)
+
+    def _use(self, pages: list[Page]) -> None:
+        for page in reversed(pages):
+            self._residents.touch(page)
+
+    def _intact(self, page: Page) -> bool:
+        header = self.arena.headers[page.slot]
+        offset = int(self.arena.offsets(np.array([page.slot], np.int64))[0])
+        return checksum_of(self.arena.data(offset, int(header["length"]))) == int(header["checksum"])
+
+    def _watch_expiry(self, page: Page) -> None:
+        if page.expires != math.inf:
+            heapq.heappush(self._expiry, (page.expires, next(self._ids), page))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._expiry and self._expiry[0][0] <= now:
+            page = heapq.heappop(self._expiry)[2]
+            if page.stored:
+                self._residents.drop(page)
+                self._counts["expired"] += 1
+        while self._reserved and next(iter(self._reserved.values())).deadline <= now:
+            self._abandon(self._reserved.popitem(last=False)[1])
+            self._counts["abandoned"] += 1
+        while self._leased and next(iter(self._leased.values())).deadline <= now:
+            for page in self._leased.popitem(last=False)[1].pages:
+                self._residents.end_lease(page)
+            self._counts["abandoned"] += 1
+
+    def _abandon(self, held: _Reserved | None) -> None:
+        if held is None:
+            return
+        self.arena.mark_empty(np.array(held.slots, np.int64))
+        for slot in held.slots:
+            self._residents.give_slot(slot, held.slot_bytes, held.label)
+
+
+def namespace_label(namespace: str) -> bytes:
+    """The label under which a namespace is counted: its name, or a digest of it where the name is too long."""
+    label = namespace.encode()
+    if len(label) <= MAX_LABEL_BYTES:
+        return label
+    return f"{xxhash.xxh3_128_hexdigest(label)}".encode()
