@@ -1,0 +1,54 @@
+"""Heavy check that tree, allocators and transfers of an index agree, page by page; for tests and audits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache_ray.hashing import page_hashes
+from hicache_ray.pools.allocator import PageAllocator
+from hicache_ray.radix.integrity import check_tree
+from hicache_ray.radix.node import Node, Pages
+
+if TYPE_CHECKING:
+    from hicache_ray.index.tiered import TieredIndex
+
+
+def check_index(index: TieredIndex) -> None:
+    """Raises AssertionError when anything the index promises does not hold."""
+    check_tree(index.tree)
+    nodes = list(index.tree.nodes())
+    _check_pool("device", index.device, [node.value for node in nodes if node.value is not None])
+    _check_pool("host", index.host, [node.host_value for node in nodes if node.host_value is not None])
+    for name, ledger in index.ledger().items():
+        assert ledger.in_flight >= 0, f"{name}: {-ledger.in_flight} pages are both free and in the tree"
+    _check_transfers(index)
+    if index.hash_pages:
+        _check_hashes(index, nodes)
+
+
+def _check_pool(name: str, pool: PageAllocator, values: list[Pages]) -> None:
+    pool.check_integrity()
+    pages = np.concatenate(values) if values else np.empty(0, dtype=np.int64)
+    assert len(np.unique(pages)) == len(pages), f"{name}: a page is in the tree twice"
+    assert pool.is_held(pages), f"{name}: a page of the tree is free"
+
+
+def _check_transfers(index: TieredIndex) -> None:
+    for transfer in (*index.writes, *index.loads):
+        locked = not getattr(transfer, "blocking", False)
+        held = transfer.node.lock_ref if locked else transfer.node.host_ref_counter
+        assert held > 0, f"{transfer!r} is in flight and nothing keeps its pages"
+        assert index.tree.contains(transfer.node), f"{transfer!r} is in flight and its node is gone"
+    for backup in index.backups:
+        assert backup.node.host_ref_counter > 0, f"{backup!r} is in flight and nothing keeps its pages"
+
+
+def _check_hashes(index: TieredIndex, nodes: list[Node]) -> None:
+    for node in nodes:
+        parent = node.parent
+        assert parent is not None and parent.hash_value is not None and node.hash_value is not None
+        prior = parent.hash_value[-1] if parent.hash_value else b""
+        hashes = page_hashes(node.key, index.page_size, prior=prior, namespace=node.namespace, bigram=index.bigram)
+        assert node.hash_value == hashes, f"{node!r} has hashes that are not chained from the root (D5)"

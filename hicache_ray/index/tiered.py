@@ -1,0 +1,445 @@
+"""TieredIndex: what a rank knows of L1 and L2, and which transfers follow from it. It moves no bytes (DESIGN 3)."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hicache_ray.hashing import page_hashes
+from hicache_ray.index.audit import check_index
+from hicache_ray.index.events import Events, EventSink
+from hicache_ray.index.evictor import Evictor
+from hicache_ray.index.transfers import Transfers, concatenated
+from hicache_ray.index.types import (
+    Backup,
+    IndexBusyError,
+    IndexStats,
+    Inserted,
+    Ledger,
+    Load,
+    LoadBack,
+    Match,
+    Write,
+)
+from hicache_ray.pools.allocator import PageAllocator
+from hicache_ray.radix.eviction import EvictionStrategy
+from hicache_ray.radix.key import Key, page_bytes_of
+from hicache_ray.radix.node import NO_PAGES, Node, Pages
+from hicache_ray.radix.tree import RadixTree
+
+_WRITE_THRESHOLDS = {"write_through": 1, "write_through_selective": 2, "write_back": 0}
+"""Hits after which an insert writes a node to the host; 0: only its eviction does (case 22)."""
+
+
+class TieredIndex:
+    """Radix tree, L1 and L2 allocators and the policies over them: the control half of a rank.
+
+    Pages are page numbers, int64 arrays with one entry per page. Everything is deterministic: replicas that get the same
+    calls stay equal, which `tree.digest()` shows.
+
+    Args:
+        page_size: tokens a page.
+        device_pages, host_pages: pages of L1 and L2. Without host pages there is one tier.
+        eviction_policy: registered name, or a strategy.
+        write_policy: "write_through", "write_through_selective" or "write_back" (case 22).
+        load_back_threshold: fewest tokens worth loading from the host (case 39).
+        hash_pages: nodes carry page hashes; needed once an L3 is attached, see `enable_hashes`.
+        bigram: keys are made of pairs of tokens (EAGLE).
+
+    Attributes:
+        tree: the radix tree.
+        device, host: allocators of L1 and L2.
+        writes, loads, backups: transfers in flight, oldest first.
+        stats: counters.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        device_pages: int,
+        host_pages: int,
+        eviction_policy: str | EvictionStrategy = "lru",
+        write_policy: str = "write_through",
+        load_back_threshold: int = 10,
+        hash_pages: bool = False,
+        bigram: bool = False,
+    ) -> None:
+        self.page_size = page_size
+        self.load_back_threshold = load_back_threshold
+        self.hash_pages = hash_pages
+        self.bigram = bigram
+        self.tree = RadixTree(page_bytes_of(page_size, bigram), eviction_policy)
+        self.device = PageAllocator(device_pages, page_size)
+        self.host = PageAllocator(host_pages, page_size)
+        self.stats = IndexStats()
+        self._events = Events()
+        self._transfers = Transfers(self.tree, self._events)
+        self._evictor = Evictor(self.tree, self.device, self.host, self._transfers, self.stats, self._events)
+        self.write_policy = write_policy
+
+    @property
+    def write_policy(self) -> str:
+        """When nodes are written to the host. May be changed at any time; what is in the tree stays as it is."""
+        return self._write_policy
+
+    @write_policy.setter
+    def write_policy(self, name: str) -> None:
+        if name not in _WRITE_THRESHOLDS:
+            raise ValueError(f"write_policy {name!r} is unknown; give one of {', '.join(_WRITE_THRESHOLDS)}")
+        self._write_policy = name
+        tiered = self.host.total > 0
+        self._write_threshold = _WRITE_THRESHOLDS[name] if tiered else 0
+        self._counts_hits = not (tiered and name == "write_back")
+        self._evictor.write_back = tiered and name == "write_back"
+
+    @property
+    def on_event(self) -> EventSink | None:
+        """Who is told what becomes of the pages (cases 62, 63)."""
+        return self._events.sink
+
+    @on_event.setter
+    def on_event(self, sink: EventSink | None) -> None:
+        self._events.sink = sink
+
+    @property
+    def writes(self) -> deque[Write]:
+        """Writes in flight, oldest first."""
+        return self._transfers.writes
+
+    @property
+    def loads(self) -> deque[Load]:
+        """Loads in flight, oldest first."""
+        return self._transfers.loads
+
+    @property
+    def backups(self) -> deque[Backup]:
+        """Backups in flight, oldest first."""
+        return self._transfers.backups
+
+    # -- lookup ------------------------------------------------------------------------------------------------------
+
+    def match(self, key: Key) -> Match:
+        """Looks a key up: splits where it leaves the tree, and makes its path the most recent (cases 14 to 19).
+
+        Raises:
+            KeyKindError: the key was made for another page size or kind of unit.
+        """
+        tree = self.tree
+        tree.check_key(key)
+        node = device = host = tree.descend(key)
+        while device.value is None:
+            device = device.parent  # type: ignore[assignment]
+        while host.host_value is None:
+            host = host.parent  # type: ignore[assignment]
+        depth = device.end
+        return Match(node, device, host, depth, node.end - depth, key, tree.epoch)
+
+    def peek(self, key: Key) -> tuple[int, int]:
+        """As `match`, without any effect: pages of the key on the device, and beyond those on the host only."""
+        self.tree.check_key(key)
+        return self.tree.find(key)
+
+    def device_value(self, match: Match) -> Pages:
+        """L1 pages of the match's device part, in order.
+
+        Raises:
+            ValueError: a part was evicted since the match, which so was not locked.
+        """
+        parts: list[Pages] = []
+        node, root = match.device_node, self.tree.root
+        while node is not root:
+            if node.value is None or node.parent is None:
+                raise ValueError(f"{node!r} was evicted since the match: lock a match before room is made")
+            parts.append(node.value)
+            node = node.parent
+        parts.reverse()
+        return concatenated(parts) if parts else NO_PAGES
+
+    def lock(self, node: Node) -> None:
+        """Keeps the path down to a node on the device."""
+        self.tree.lock(node)
+
+    def unlock(self, node: Node) -> None:
+        """Gives a lock back. Raises LockError when there is none."""
+        self.tree.unlock(node)
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    def allocate(self, pages: int) -> Pages | None:
+        """L1 pages; evicts only what is short of them. None, and nothing evicted, when locks leave too few."""
+        short = pages - self.device.free_pages
+        if short > 0:
+            if short > self.tree.evictable_pages:
+                return None
+            self._evictor.evict_device(short)
+        return self.device.alloc(pages)
+
+    def allocate_host(self, pages: int) -> Pages | None:
+        """L2 pages; evicts only what is short of them (cases 41, 42). None when that is not enough."""
+        return self._evictor.host_room(pages)
+
+    def evict(self, tokens: int) -> int:
+        """Frees at least so many tokens of L1, whole nodes; returns how many were freed."""
+        return self._evictor.evict_device(-(-tokens // self.page_size)) * self.page_size
+
+    def evict_host(self, tokens: int) -> int:
+        """Frees at least so many tokens of L2, whole nodes; returns how many were freed (case 36)."""
+        return self._evictor.evict_host(-(-tokens // self.page_size)) * self.page_size
+
+    # -- insert ------------------------------------------------------------------------------------------------------
+
+    def insert(
+        self, key: Key, pages: Pages, *, match: Match | None = None, priority: int = 0, chunked: bool = False
+    ) -> Inserted:
+        """Enters computed pages, and begins the writes that the write policy asks for (cases 21 to 23).
+
+        Args:
+            key: the whole sequence.
+            pages: L1 pages of the key's last len(pages) pages; those before must be on the device. All pages of the key
+                will do, whatever is there already.
+            match: handle from the lookup of a prefix of the key: the walk continues from there.
+            priority: of the request; raises that of the shared prefix only (case 38).
+            chunked: intermediate result of a chunked prefill: counts no hit and begins no write.
+
+        Raises:
+            ValueError: more pages than the key has, or pages missing before the given ones.
+            KeyKindError: as `match`.
+        """
+        tree = self.tree
+        tree.check_key(key)
+        node = tree.descend(key, self._start_of(key, match))
+        first = self._first_given(key, pages, node)
+        counts = self._counts_hits and not chunked
+        prefix, due = self._visit_path(node, pages, first, priority, counts)
+        if node.end < key.pages:
+            node = self._add_leaf(node, key, pages[node.end - first :].copy(), priority)
+            if counts:
+                node.hit_count = 1
+                if self._write_threshold == 1:
+                    due.append(node)
+        if not tree.strategy.ascending:
+            tree.reorder(node)
+        for written in due:
+            # A host copy below a node without one could be left unreachable by the eviction of that node.
+            if written.parent.host_value is not None:  # type: ignore[union-attr]
+                self._evictor.write(written)
+        return Inserted(prefix, node)
+
+    def _start_of(self, key: Key, match: Match | None) -> Node | None:
+        """Where the walk may continue: the match's node, if it still is in the tree and on this key's path."""
+        if match is None or match.epoch != self.tree.epoch:
+            return None
+        node = match.node
+        return node if node.parent is not None and key.starts_with(match.key, node.end) else None
+
+    def _first_given(self, key: Key, pages: Pages, node: Node) -> int:
+        first = key.pages - len(pages)
+        if first < 0:
+            raise ValueError(f"{len(pages)} pages given for a key of {key.pages} pages")
+        while node.value is None:
+            node = node.parent  # type: ignore[assignment]
+        if first > node.end:
+            raise ValueError(f"pages given from page {first} of the key on, but only {node.end} are on the device")
+        return first
+
+    def _visit_path(self, node: Node, pages: Pages, first: int, priority: int, counts: bool) -> tuple[int, list[Node]]:
+        """Counts, refreshes and re-attaches the nodes down to `node`: (pages on the device before, nodes to write)."""
+        path: list[Node] = []
+        root, tick, threshold = self.tree.root, self.tree.tick, self._write_threshold
+        while node is not root:
+            path.append(node)
+            node = node.parent  # type: ignore[assignment]
+        prefix, due = 0, []
+        for node in reversed(path):
+            node.last_access = tick
+            if node.priority < priority:
+                node.priority = priority
+            if node.value is None:
+                self._attach_device(node, pages[node.start - first : node.end - first].copy(), "computed")
+                continue
+            prefix = node.end
+            if counts:
+                node.hit_count += 1
+                if threshold and node.host_value is None and node.hit_count >= threshold:
+                    due.append(node)
+        return prefix, due
+
+    def _add_leaf(self, parent: Node, key: Key, value: Pages, priority: int) -> Node:
+        node = self.tree.add_leaf(parent, key, value=value, host_value=None, priority=priority)
+        if self.hash_pages:
+            node.hash_value = self._hashes_of(node)
+        self._events.emit("stored", "device", node, "computed")
+        return node
+
+    def _attach_device(self, node: Node, value: Pages, reason: str) -> None:
+        self.tree.set_device(node, value)
+        self._events.emit("stored", "device", node, reason)
+
+    # -- load back ---------------------------------------------------------------------------------------------------
+
+    def load_back(self, match: Match, *, quota_pages: int | None = None) -> LoadBack | None:
+        """Begins to load the host part of a match to the device, all of it or nothing (cases 39, 40).
+
+        Returns None, and changes nothing, when there is nothing to load, it is shorter than the threshold or longer than
+        the quota, or locks leave too little room on the device.
+        """
+        tree, bottom = self.tree, match.node
+        if match.epoch != tree.epoch or not tree.contains(bottom):
+            return None
+        chain: list[Node] = []
+        anchor = bottom
+        while anchor.value is None:
+            chain.append(anchor)
+            anchor = anchor.parent  # type: ignore[assignment]
+        count = bottom.end - anchor.end
+        if not chain or count * self.page_size < self.load_back_threshold:
+            return None
+        if quota_pages is not None and count > quota_pages:
+            return None
+        device_pages = self._room_for_load(bottom, anchor, count)
+        if device_pages is None:
+            return None
+        chain.reverse()
+        host_pages = concatenated([node.host_value for node in chain if node.host_value is not None])
+        self._transfers.issue_load(bottom, anchor.end, device_pages, host_pages)
+        for node in chain:
+            at = node.start - anchor.end
+            self._attach_device(node, device_pages[at : at + node.pages].copy(), "loaded")
+        self.stats.loaded_pages += count
+        return LoadBack(device_pages, host_pages, bottom, count * self.page_size)
+
+    def _room_for_load(self, bottom: Node, anchor: Node, count: int) -> Pages | None:
+        # Neither what the load hangs below nor what it reads may go while room is made for it.
+        self.tree.lock(anchor)
+        self.tree.protect(bottom)
+        device_pages = self.device.alloc(count)
+        if device_pages is None and count <= self.device.free_pages + self.tree.evictable_pages:
+            # The whole size, not the shortfall: what SGLang does, which the recorded traces show.
+            self._evictor.evict_device(count)
+            device_pages = self.device.alloc(count)
+        self.tree.release(bottom)
+        self.tree.unlock(anchor)
+        return device_pages
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def take_transfers(self) -> list[Write | Load]:
+        """Writes and loads issued since the last call, in the order in which they must take effect."""
+        return self._transfers.take_issued()
+
+    def acknowledge_writes(self, n: int) -> list[Write]:
+        """Ends the `n` oldest writes (case 25). The caller begins their backups at once, if there is an L3."""
+        return self._transfers.acknowledge_writes(n)
+
+    def acknowledge_loads(self, n: int) -> list[Load]:
+        """Ends the `n` oldest loads."""
+        return self._transfers.acknowledge_loads(n)
+
+    def begin_backup(self, write: Write) -> Backup:
+        """Begins to copy an acknowledged write's host pages to L3; they are protected until the acknowledgement."""
+        return self._transfers.begin_backup(write)
+
+    def acknowledge_backups(self, n: int) -> list[Backup]:
+        """Ends the `n` oldest backups."""
+        return self._transfers.acknowledge_backups(n)
+
+    # -- pages from L3 -----------------------------------------------------------------------------------------------
+
+    def protect(self, node: Node) -> None:
+        """Keeps a node's host copy, and those above it, until `release`."""
+        self.tree.protect(node)
+
+    def release(self, node: Node) -> None:
+        """Gives a protection back. Raises LockError when there is none (case 36)."""
+        self.tree.release(node)
+
+    def attach_host(self, key: Key, anchor_pages: int, host_pages: Pages, hashes: list[bytes]) -> Pages:
+        """Enters pages that came from L3 to the host, as a host-only node.
+
+        Args:
+            key: sequence up to the last of the pages.
+            anchor_pages: depth in pages at which they begin.
+            host_pages: L2 pages, one per page of the key from there on.
+            hashes: their page hashes.
+
+        Returns:
+            The pages that were not used, for the caller to free: those whose place in the tree is taken, and all of them
+            where the node above has no host copy (D2) or is gone.
+
+        Raises:
+            ValueError: pages, hashes and key don't agree in number.
+            KeyKindError: as `match`.
+        """
+        self.tree.check_key(key)
+        if not len(host_pages) == len(hashes) == key.pages - anchor_pages:
+            raise ValueError(
+                f"{len(host_pages)} pages and {len(hashes)} hashes given for pages {anchor_pages} to {key.pages} of a key"
+            )
+        node = self.tree.descend(key)
+        taken = node.end - anchor_pages
+        if taken < 0 or taken == len(host_pages) or node.host_value is None:
+            self.stats.refused_attachments += len(host_pages)
+            return host_pages
+        leaf = self.tree.add_leaf(node, key, value=None, host_value=host_pages[taken:].copy(), priority=node.priority)
+        if self.hash_pages:
+            leaf.hash_value = list(hashes[taken:])
+        self.stats.attached_pages += leaf.pages
+        self.stats.refused_attachments += taken
+        self._events.emit("stored", "host", leaf, "fetched")
+        return host_pages[:taken]
+
+    def enable_hashes(self) -> None:
+        """Nodes carry page hashes from now on; those in the tree get theirs, chained from the root (D5)."""
+        self.hash_pages = True
+        for node in self.tree.nodes():
+            if node.hash_value is None:
+                node.hash_value = self._hashes_of(node)
+
+    def _hashes_of(self, node: Node) -> list[bytes]:
+        parent = node.parent
+        assert parent is not None and parent.hash_value is not None, f"{node!r} hangs below a node without hashes"
+        prior = parent.hash_value[-1] if parent.hash_value else b""
+        return page_hashes(node.key, self.page_size, prior=prior, namespace=node.namespace, bigram=self.bigram)
+
+    # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Drops the whole tree and frees every page it holds.
+
+        Raises:
+            IndexBusyError: transfers, locks or protections are outstanding; nothing was changed.
+        """
+        tree = self.tree
+        counts = {
+            "writes": len(self.writes),
+            "loads": len(self.loads),
+            "backups": len(self.backups),
+            "locked pages": tree.protected_pages,
+            "host protections": tree.protections,
+        }
+        busy = [f"{count} {name}" for name, count in counts.items() if count]
+        if busy:
+            raise IndexBusyError(f"flush while {', '.join(busy)} are outstanding; end them first")
+        self._events.emit("cleared", "device", tree.root, "flushed")
+        self._events.emit("cleared", "host", tree.root, "flushed")
+        for node in tree.nodes():
+            if node.value is not None:
+                self.device.free(node.value)
+            if node.host_value is not None:
+                self.host.free(node.host_value)
+        tree.clear()
+
+    def ledger(self) -> dict[str, Ledger]:
+        """Where the pages of each tier are, by count; `check_integrity` compares the pages themselves."""
+        return {
+            "device": _ledger(self.device, self.tree.device_pages),
+            "host": _ledger(self.host, self.tree.host_pages),
+        }
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when tree, queues, counters or allocators don't agree. Heavy: for tests and audits."""
+        check_index(self)
+
+
+def _ledger(pool: PageAllocator, in_tree: int) -> Ledger:
+    return Ledger(pool.total, pool.free_pages, in_tree, pool.total - pool.free_pages - in_tree)

@@ -1,0 +1,138 @@
+"""The index's tables of transfers in flight: each ends through its acknowledgement, oldest first (cases 24, 25)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TypeVar
+
+import numpy as np
+
+from hicache_ray.index.events import Events
+from hicache_ray.index.types import Backup, Load, Write
+from hicache_ray.radix.node import Node, Pages
+from hicache_ray.radix.tree import RadixTree
+
+_Transfer = TypeVar("_Transfer", Write, Load, Backup)
+
+
+class Transfers:
+    """Writes, loads and backups in flight, and what each keeps from being evicted meanwhile.
+
+    A write or a load locks the path down to its node. A blocking write and a backup protect the node's host copy. A node
+    that splits stays the lower half, so lock and protection, which reach upwards, go on holding for both halves.
+
+    Attributes:
+        writes, loads, backups: oldest first.
+    """
+
+    def __init__(self, tree: RadixTree, events: Events) -> None:
+        self._tree = tree
+        self._events = events
+        self._issued: list[Write | Load] = []
+        self._next_seq = 0
+        self.writes: deque[Write] = deque()
+        self.loads: deque[Load] = deque()
+        self.backups: deque[Backup] = deque()
+
+    def take_issued(self) -> list[Write | Load]:
+        """Writes and loads issued since the last call, in order."""
+        issued, self._issued = self._issued, []
+        return issued
+
+    def issue_write(self, node: Node, host_pages: Pages, blocking: bool) -> None:
+        """Begins to copy a node to the host."""
+        assert node.value is not None
+        self._tree.set_host(node, host_pages)
+        (self._tree.protect if blocking else self._tree.lock)(node)
+        write = Write(self._seq(), node, node.start, node.value, host_pages, node.hash_value, blocking)
+        self.writes.append(write)
+        self._issued.append(write)
+
+    def issue_load(self, node: Node, start: int, device_pages: Pages, host_pages: Pages) -> None:
+        """Begins to copy host pages that end at `node` to the device."""
+        self._tree.lock(node)
+        load = Load(self._seq(), node, start, device_pages, host_pages)
+        self.loads.append(load)
+        self._issued.append(load)
+
+    def acknowledge_writes(self, n: int) -> list[Write]:
+        """Ends the `n` oldest writes. Raises ValueError, and ends none, when fewer are in flight."""
+        done = _oldest(self.writes, n, "writes")
+        for write in done:
+            (self._tree.release if write.blocking else self._tree.unlock)(write.node)
+            if self._events.sink is not None:
+                for node in self._covered(write.node, write.start):
+                    self._events.emit("stored", "host", node, "written")
+        return done
+
+    def acknowledge_loads(self, n: int) -> list[Load]:
+        """Ends the `n` oldest loads. Raises ValueError, and ends none, when fewer are in flight."""
+        done = _oldest(self.loads, n, "loads")
+        for load in done:
+            self._tree.unlock(load.node)
+        return done
+
+    def begin_backup(self, write: Write) -> Backup:
+        """Begins to copy the host pages of an acknowledged write to L3.
+
+        Raises:
+            ValueError: the tree carries no hashes, or the written pages were evicted in between.
+        """
+        node = write.node
+        if not self._tree.contains(node) or node.host_value is None:
+            raise ValueError(
+                f"{node!r} left the tree between its acknowledgement and its backup: begin backups at once"
+            )
+        path = self._path_hashes(node)
+        backup = Backup(
+            self._seq(),
+            node,
+            write.start,
+            write.host_pages,
+            path[write.start : write.start + len(write.host_pages)],
+            path[: write.start],
+        )
+        self._tree.protect(node)
+        self.backups.append(backup)
+        return backup
+
+    def acknowledge_backups(self, n: int) -> list[Backup]:
+        """Ends the `n` oldest backups. Raises ValueError, and ends none, when fewer are in flight."""
+        done = _oldest(self.backups, n, "backups")
+        for backup in done:
+            self._tree.release(backup.node)
+        return done
+
+    def _path_hashes(self, node: Node) -> list[bytes]:
+        parts: list[list[bytes]] = []
+        for part in self._covered(node, 0):
+            if part.hash_value is None:
+                raise ValueError("the tree carries no page hashes: call enable_hashes() before backups begin")
+            parts.append(part.hash_value)
+        return [page_hash for part in parts for page_hash in part]
+
+    def _covered(self, node: Node, start: int) -> Iterator[Node]:
+        """The nodes that hold the pages from depth `start` to the end of `node`, from the top."""
+        path: list[Node] = []
+        walker: Node | None = node
+        while walker is not None and walker.end > start:
+            path.append(walker)
+            walker = walker.parent
+        return reversed(path)
+
+    def _seq(self) -> int:
+        seq = self._next_seq
+        self._next_seq = seq + 1
+        return seq
+
+
+def _oldest(table: deque[_Transfer], n: int, name: str) -> list[_Transfer]:
+    if not 0 <= n <= len(table):
+        raise ValueError(f"{n} {name} acknowledged, but {len(table)} are in flight")
+    return [table.popleft() for _ in range(n)]
+
+
+def concatenated(parts: list[Pages]) -> Pages:
+    """The parts as one array; no copy for a single part."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

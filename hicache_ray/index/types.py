@@ -1,0 +1,156 @@
+"""What the index hands out: lookups, transfers to carry out, and where the pages are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hicache_ray.radix.key import Key
+from hicache_ray.radix.node import Node, Pages
+
+
+class IndexBusyError(RuntimeError):
+    """Something is in flight or locked that must end first."""
+
+
+class Match(NamedTuple):
+    """Answer of a lookup, and the handle that the insert of the same prefix continues from.
+
+    Attributes:
+        node: deepest node matched.
+        device_node: deepest matched node on the device (the root when there is none).
+        host_node: deepest matched node with a host copy; the root counts as having one (case 53).
+        device_pages: pages on the device.
+        host_pages: pages beyond those, on the host only.
+        key: what was asked.
+        epoch: the tree's, so that a handle from before a flush is recognised.
+    """
+
+    node: Node
+    device_node: Node
+    host_node: Node
+    device_pages: int
+    host_pages: int
+    key: Key
+    epoch: int
+
+
+class Inserted(NamedTuple):
+    """Answer of an insert.
+
+    Attributes:
+        prefix_pages: pages of the key that were on the device before. The tree kept those; of the pages that were given
+            for them, the caller frees the ones it owns.
+        node: deepest node of the key.
+    """
+
+    prefix_pages: int
+    node: Node
+
+
+class LoadBack(NamedTuple):
+    """A load that was begun: L1 pages that follow the match's device pages, in order.
+
+    Attributes:
+        device_pages: L1 pages, being written until the load is acknowledged.
+        host_pages: L2 pages, read meanwhile.
+        node: deepest node loaded; locked until the load is acknowledged.
+        tokens: number of tokens loaded.
+    """
+
+    device_pages: Pages
+    host_pages: Pages
+    node: Node
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """A copy L1 to L2. It names pages, not nodes, so a split meanwhile changes nothing about it (D1).
+
+    Attributes:
+        seq: unique among the index's transfers, increasing.
+        node: node at whose end the pages end; after a split the pages reach up into its ancestors.
+        start: depth in pages at which the pages begin.
+        device_pages, host_pages: from and to, one entry per page.
+        hashes: page hashes, or None in an index without them.
+        blocking: write-back of an eviction. Its L1 pages are free already: the copy has to be finished before anything
+            else is written into them. The host copy is protected until the acknowledgement.
+    """
+
+    seq: int
+    node: Node
+    start: int
+    device_pages: Pages
+    host_pages: Pages
+    hashes: list[bytes] | None
+    blocking: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """A copy L2 to L1; attributes as in `Write`. `node` is locked until it is acknowledged."""
+
+    seq: int
+    node: Node
+    start: int
+    device_pages: Pages
+    host_pages: Pages
+
+
+@dataclass(frozen=True, eq=False)
+class Backup:
+    """A copy L2 to L3, begun when the write to L2 was acknowledged; attributes as in `Write`.
+
+    Attributes:
+        hashes: hash of each page.
+        prefix_hashes: hashes of all pages before them, from the root.
+    """
+
+    seq: int
+    node: Node
+    start: int
+    host_pages: Pages
+    hashes: list[bytes]
+    prefix_hashes: list[bytes]
+
+
+class Ledger(NamedTuple):
+    """Where the pages of one tier are. The four always balance: free + in_tree + in_flight == total.
+
+    Attributes:
+        total: pages of the pool.
+        free: pages in the allocator.
+        in_tree: pages held by nodes.
+        in_flight: pages handed out and not in the tree: owned by requests and transfers.
+    """
+
+    total: int
+    free: int
+    in_tree: int
+    in_flight: int
+
+
+@dataclass
+class IndexStats:
+    """Counters since the index was made, in pages unless named otherwise.
+
+    Attributes:
+        evicted_device_pages: left the device, with or without a host copy.
+        evicted_host_pages: left the host, and so the tree.
+        dropped_pages: left the device without the host copy that `write_back` owed them, the host being full (D12).
+        written_pages: writes to the host begun.
+        loaded_pages: loads from the host begun.
+        attached_pages: pages from L3 that became nodes.
+        refused_writes: nodes, not pages, that were not written because the host had no room.
+        refused_attachments: pages from L3 that were given back, being duplicates or without a host copy above (D2).
+    """
+
+    evicted_device_pages: int = 0
+    evicted_host_pages: int = 0
+    dropped_pages: int = 0
+    written_pages: int = 0
+    loaded_pages: int = 0
+    attached_pages: int = 0
+    refused_writes: int = 0
+    refused_attachments: int = 0

@@ -1,0 +1,109 @@
+"""One node of the radix tree: a run of pages, where their KV is, and what evicting them depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
+
+Pages = npt.NDArray[np.int64]
+"""Page numbers of one tier, shape [pages]."""
+
+NO_PAGES: Pages = np.empty(0, dtype=np.int64)
+NO_PAGES.setflags(write=False)
+
+
+class Node:
+    """A run of pages between two branching points.
+
+    Attributes:
+        key: the units of this node's pages.
+        parent: None for the root, and for a node that is no longer in the tree.
+        children: by the bytes of their first page; under the root the namespace's seed stands before them.
+        value: L1 page of each page, or None when the node is not on the device.
+        host_value: L2 page of each page, or None. Set when a write begins; the write's lock keeps it whole meanwhile.
+        hash_value: page hash of each page, or None in a tree without hashes.
+        lock_ref: locks held on this node or below it; above zero it is not evicted from the device.
+        host_ref_counter: operations that end at this node and need its host copy. The ancestors are safe through
+            having a child, so a split has nothing to hand on.
+        hit_count: inserts that went through this node (case 17).
+        priority: highest priority it was inserted with.
+        last_access, creation: logical times of the tree.
+        seq: unique, in order of creation.
+        pages: number of pages.
+        end: depth of its last page, counted in pages from the root.
+        namespace: of its whole path.
+        device_children: children that are on the device.
+        device_key, host_key: the strategy key under which it is queued as an eviction candidate, or None.
+        key_hash, contribution, stamp: what the digest last saw of it.
+    """
+
+    __slots__ = (
+        "children",
+        "contribution",
+        "creation",
+        "device_children",
+        "device_key",
+        "end",
+        "hash_value",
+        "hit_count",
+        "host_key",
+        "host_ref_counter",
+        "host_value",
+        "key",
+        "key_hash",
+        "last_access",
+        "lock_ref",
+        "namespace",
+        "pages",
+        "parent",
+        "priority",
+        "seq",
+        "stamp",
+        "value",
+    )
+
+    def __init__(self, seq: int, parent: Node | None, key: bytes, pages: int, tick: int, priority: int) -> None:
+        self.seq = seq
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.creation = self.last_access = tick
+        self.priority = priority
+        self.children: dict[bytes, Node] = {}
+        self.value: Pages | None = None
+        self.host_value: Pages | None = None
+        self.hash_value: list[bytes] | None = None
+        self.lock_ref = self.host_ref_counter = self.hit_count = self.device_children = 0
+        self.device_key: Any = None
+        self.host_key: Any = None
+        self.key_hash: int | None = None
+        self.contribution = self.stamp = 0
+        if parent is None:
+            self.end = 0
+            self.namespace: Namespace = EMPTY_NAMESPACE
+        else:
+            self.end = parent.end + pages
+            self.namespace = parent.namespace
+
+    @property
+    def start(self) -> int:
+        """Depth of its first page, counted in pages from the root."""
+        return self.end - self.pages
+
+    @property
+    def evicted(self) -> bool:
+        """Whether it is not on the device."""
+        return self.value is None
+
+    @property
+    def backuped(self) -> bool:
+        """Whether it has a host copy, or one that is being written."""
+        return self.host_value is not None
+
+    def __repr__(self) -> str:
+        tiers = f"{'D' if self.value is not None else '-'}{'H' if self.host_value is not None else '-'}"
+        return f"Node({self.seq}: pages {self.start}..{self.end}, {tiers}, locks {self.lock_ref})"

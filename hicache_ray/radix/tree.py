@@ -1,0 +1,377 @@
+"""The radix tree over the pages of L1 and L2: structure, locks, eviction candidates. Metadata only (DESIGN 3).
+
+A deterministic state machine: order and recency come from a logical clock, ties from a unique sequence number, so the same
+calls give the same tree on every rank. It never frees or copies; it returns what its caller has to free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hicache_ray.radix.candidates import CandidateQueue
+from hicache_ray.radix.digest import MASK, Digest, clock_digest
+from hicache_ray.radix.eviction import EvictionStrategy, eviction_policy
+from hicache_ray.radix.key import Key
+from hicache_ray.radix.node import NO_PAGES, Node, Pages
+
+
+class LockError(ValueError):
+    """A lock or a host protection was given back that is not held (case 36)."""
+
+
+class KeyKindError(ValueError):
+    """A key of another page size or kind than the tree's."""
+
+
+def is_device_candidate(node: Node) -> bool:
+    """Whether a node may be evicted from the device: on it, unlocked, and nothing below it on the device."""
+    return node.value is not None and node.lock_ref == 0 and node.device_children == 0
+
+
+def is_host_candidate(node: Node) -> bool:
+    """Whether a node may be evicted from the host: only there, a leaf, unlocked and unprotected (case 36)."""
+    return (
+        node.value is None
+        and node.host_value is not None
+        and not node.children
+        and node.lock_ref == 0
+        and node.host_ref_counter == 0
+    )
+
+
+class RadixTree:
+    """Nodes, locks and candidates. Along a path the nodes that are not on the device form a suffix.
+
+    The root is on both tiers and holds no page, so that every upward walk ends there.
+
+    Args:
+        page_bytes: bytes of one page in a key.
+        strategy: a registered eviction policy's name, or a strategy.
+
+    Attributes:
+        tick: the logical clock; every operation is a new point in time.
+        next_seq: sequence number of the next node; the root has 0.
+        node_count: nodes without the root.
+        device_pages, host_pages: pages the tree holds on each tier.
+        evictable_pages, protected_pages: pages on the device in unlocked and in locked nodes.
+        protections: host protections held.
+        splits: nodes split so far.
+        epoch: incremented when the whole tree is dropped.
+    """
+
+    def __init__(self, page_bytes: int, strategy: str | EvictionStrategy = "lru") -> None:
+        self.page_bytes = page_bytes
+        self.strategy = eviction_policy(strategy) if isinstance(strategy, str) else strategy
+        self.tick = self.splits = self.epoch = self.protections = 0
+        self.device_candidates = CandidateQueue(self.strategy, "device_key", is_device_candidate)
+        self.host_candidates = CandidateQueue(self.strategy, "host_key", is_host_candidate)
+        self.next_seq = 0
+        self._digest = Digest()
+        self._plant()
+
+    def _plant(self) -> None:
+        self.root = Node(self._new_seq(), None, b"", 0, self.tick, 0)
+        self.root.value = self.root.host_value = NO_PAGES
+        self.root.hash_value = []
+        self.node_count = self.device_pages = self.host_pages = self.evictable_pages = self.protected_pages = 0
+
+    # -- walking -----------------------------------------------------------------------------------------------------
+
+    def descend(self, key: Key, start: Node | None = None) -> Node:
+        """The deepest node that `key` reaches; a node it reaches only in part is split at the page (cases 14, 15).
+
+        Every node met becomes the most recent. With `start`, a node on the key's path, the walk begins there and the
+        nodes above it are left alone.
+        """
+        if self._digest.notes is not None:
+            self._digest.bound(self.root)
+        self.tick = tick = self.tick + 1
+        units, step = key.units, self.page_bytes
+        node = self.root if start is None else start
+        offset, size = node.end * step, len(units)
+        head = units[offset : offset + step] if offset else key.seed + units[:step]
+        while offset < size:
+            child = node.children.get(head)
+            if child is None:
+                break
+            child.last_access = tick
+            part = child.key
+            if not units.startswith(part, offset):
+                node = self.split(child, _shared_bytes(units, offset, part) // step)
+                self.reorder(child)
+                break
+            node = child
+            offset += len(part)
+            head = units[offset : offset + step]
+        self.note(node)
+        if not self.strategy.ascending:
+            self.reorder(node)
+        return node
+
+    def find(self, key: Key) -> tuple[int, int]:
+        """Pages of `key` that are on the device, and pages beyond that only the host has. Changes nothing."""
+        units, step = key.units, self.page_bytes
+        node, offset, size = self.root, 0, len(key.units)
+        head = key.seed + units[:step]
+        device = host = 0
+        while offset < size:
+            child = node.children.get(head)
+            if child is None:
+                break
+            whole = units.startswith(child.key, offset)
+            pages = child.pages if whole else _shared_bytes(units, offset, child.key) // step
+            if child.value is not None:
+                device += pages
+            else:
+                host += pages
+            if not whole:
+                break
+            node = child
+            offset += len(child.key)
+            head = units[offset : offset + step]
+        return device, host
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents before children, children in the order in which they came."""
+        stack = list(reversed(self.root.children.values()))
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(node.children.values()))
+
+    def contains(self, node: Node) -> bool:
+        """Whether the node is in the tree (a node that was evicted from both tiers is not)."""
+        return node.parent is not None or node is self.root
+
+    def check_key(self, key: Key) -> None:
+        """Raises KeyKindError when the key was made for another page size or kind of unit."""
+        if key.page_bytes != self.page_bytes:
+            raise KeyKindError(f"the key has pages of {key.page_bytes} bytes, the tree pages of {self.page_bytes}")
+
+    # -- structure ---------------------------------------------------------------------------------------------------
+
+    def add_leaf(self, parent: Node, key: Key, *, value: Pages | None, host_value: Pages | None, priority: int) -> Node:
+        """A new node for the part of `key` below `parent`, on the tiers whose pages are given."""
+        start = parent.end * self.page_bytes
+        units = key.units
+        node = Node(self._new_seq(), parent, units[start:], key.pages - parent.end, self.tick, priority)
+        head = units[start : start + self.page_bytes]
+        if start == 0:
+            head = key.seed + head
+            node.namespace = key.namespace
+        parent.children[head] = node
+        self.node_count += 1
+        if host_value is not None:
+            self.set_host(node, host_value)
+        if value is not None:
+            self.set_device(node, value)
+        elif host_value is not None:
+            self.offer_host(node)
+        self.note(node)
+        return node
+
+    def split(self, node: Node, pages: int) -> Node:
+        """Cuts the first `pages` pages of a node off into a new parent, which is returned (case 16).
+
+        The lower half keeps identity and sequence number; the upper half is new and inherits everything else.
+        """
+        parent, cut = node.parent, pages * self.page_bytes
+        assert parent is not None and 0 < pages < node.pages, f"can't split {node!r} at page {pages}"
+        head = self._head(node)
+        upper = Node(self._new_seq(), parent, node.key[:cut], pages, self.tick, node.priority)
+        upper.namespace = node.namespace
+        upper.lock_ref, upper.hit_count = node.lock_ref, node.hit_count
+        parent.children[head] = upper
+        node.parent, node.key, node.key_hash = upper, node.key[cut:], None
+        node.pages -= pages
+        upper.children[node.key[: self.page_bytes]] = node
+        if node.value is not None:
+            upper.value, node.value = _cut(node.value, pages)
+            upper.device_children = 1
+        if node.host_value is not None:
+            upper.host_value, node.host_value = _cut(node.host_value, pages)
+        if node.hash_value is not None:
+            upper.hash_value, node.hash_value = node.hash_value[:pages], node.hash_value[pages:]
+        self.node_count += 1
+        self.splits += 1
+        self.note(node)
+        return upper
+
+    def remove(self, node: Node) -> None:
+        """Takes a leaf that is on no tier any more out of the tree."""
+        parent = node.parent
+        assert parent is not None and not node.children, f"{node!r} is no leaf"
+        del parent.children[self._head(node)]
+        node.parent = None
+        self.node_count -= 1
+        self._digest.drop(node, parent)
+        self.offer_host(parent)
+
+    def clear(self) -> None:
+        """Drops every node. What they held is the caller's to free, before the call."""
+        for node in self.root.children.values():
+            node.parent = None
+        self.device_candidates.clear()
+        self.host_candidates.clear()
+        self._digest.reset()
+        self.protections = 0
+        self.epoch += 1
+        self._plant()
+
+    # -- tiers -------------------------------------------------------------------------------------------------------
+
+    def set_device(self, node: Node, value: Pages) -> None:
+        """The node's pages are on the device now. Its parent must be there."""
+        parent = node.parent
+        assert parent is not None and parent.value is not None, f"{node!r} would be below an evicted node"
+        node.value = value
+        parent.device_children += 1
+        self.device_pages += node.pages
+        if node.lock_ref:
+            self.protected_pages += node.pages
+        else:
+            self.evictable_pages += node.pages
+            self.offer_device(node)
+
+    def clear_device(self, node: Node) -> Pages:
+        """The node leaves the device; its L1 pages are returned. Its parent and it may become candidates (case 35)."""
+        parent, value = node.parent, node.value
+        assert parent is not None and value is not None and is_device_candidate(node), f"{node!r} is in use"
+        node.value = None
+        parent.device_children -= 1
+        self.device_pages -= node.pages
+        self.evictable_pages -= node.pages
+        self.offer_device(parent)
+        self.offer_host(node)
+        self.note(node)
+        return value
+
+    def set_host(self, node: Node, host_value: Pages) -> None:
+        """The node has a host copy now."""
+        node.host_value = host_value
+        self.host_pages += node.pages
+        self.note(node)
+
+    def clear_host(self, node: Node) -> Pages:
+        """The node loses its host copy; its L2 pages are returned."""
+        host_value = node.host_value
+        assert host_value is not None and node.host_ref_counter == 0, f"{node!r} has no host copy to give"
+        node.host_value = None
+        self.host_pages -= node.pages
+        return host_value
+
+    # -- locks -------------------------------------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        """Keeps a node and everything above it on the device, until `unlock`."""
+        self._check_alive(node)
+        self.note(node)
+        root, newly = self.root, 0
+        while node is not root:
+            if node.lock_ref == 0 and node.value is not None:
+                newly += node.pages
+            node.lock_ref += 1
+            node = node.parent  # type: ignore[assignment]
+        self.evictable_pages -= newly
+        self.protected_pages += newly
+
+    def unlock(self, node: Node) -> None:
+        """Gives a lock back. Splits in between are no matter: both halves inherited it.
+
+        Raises:
+            LockError: the node is not locked.
+        """
+        self._check_alive(node)
+        root, bottom, newly = self.root, node, 0
+        if node.lock_ref == 0 and node is not root:
+            raise LockError(f"{node!r} is not locked")
+        while node is not root:
+            node.lock_ref -= 1
+            if node.lock_ref == 0 and node.value is not None:
+                newly += node.pages
+            node = node.parent  # type: ignore[assignment]
+        self.evictable_pages += newly
+        self.protected_pages -= newly
+        self.note(bottom)
+        self.reorder(bottom)
+
+    def protect(self, node: Node) -> None:
+        """Keeps a node's host copy, and so those above it, until `release`."""
+        self._check_alive(node)
+        node.host_ref_counter += 1
+        self.protections += 1
+        self.note(node)
+
+    def release(self, node: Node) -> None:
+        """Gives a protection back.
+
+        Raises:
+            LockError: the node is not protected (case 36).
+        """
+        if node.host_ref_counter == 0:
+            raise LockError(f"the host copy of {node!r} is not protected")
+        node.host_ref_counter -= 1
+        self.protections -= 1
+        self.note(node)
+        self.offer_host(node)
+
+    def _check_alive(self, node: Node) -> None:
+        if node.parent is None and node is not self.root:
+            raise LockError(f"{node!r} is no longer in the tree")
+
+    # -- candidates --------------------------------------------------------------------------------------------------
+
+    def offer_device(self, node: Node) -> None:
+        """Queues the node for eviction from the device if it may be evicted."""
+        if node.value is not None and node.lock_ref == 0 and node.device_children == 0 and node is not self.root:
+            self.device_candidates.offer(node)
+
+    def offer_host(self, node: Node) -> None:
+        """Queues the node for eviction from the host if it may be evicted."""
+        if node.value is None and is_host_candidate(node):
+            self.host_candidates.offer(node)
+
+    def reorder(self, node: Node) -> None:
+        """Queues what may be evicted on the path down to `node`, at the place its state asks for now."""
+        self.offer_host(node)
+        while node.value is None:
+            node = node.parent  # type: ignore[assignment]
+        self.offer_device(node)
+
+    # -- digest ------------------------------------------------------------------------------------------------------
+
+    def note(self, node: Node) -> None:
+        """Something on the path down to `node` changed, which the digest has to see."""
+        if self._digest.notes is not None:
+            self._digest.notes.append(node)
+
+    def digest(self) -> int:
+        """64 bits over structure and state; equal calls give equal digests. Costs what changed since the last call."""
+        return (self._digest.value(self.root) + clock_digest(self.tick, self.next_seq)) & MASK
+
+    # -- internals ---------------------------------------------------------------------------------------------------
+
+    def _new_seq(self) -> int:
+        seq = self.next_seq
+        self.next_seq = seq + 1
+        return seq
+
+    def _head(self, node: Node) -> bytes:
+        head = node.key[: self.page_bytes]
+        return node.namespace.seed + head if node.parent is self.root else head
+
+
+def _shared_bytes(units: bytes, offset: int, part: bytes) -> int:
+    """Bytes that `units` from `offset` on and `part` share at their beginnings, in whole words of 4 bytes."""
+    words = min(len(part), len(units) - offset) // 4
+    left = np.frombuffer(units, np.uint32, words, offset)
+    differs = left != np.frombuffer(part, np.uint32, words)
+    first = int(differs.argmax())
+    return 4 * (first if differs[first] else words)
+
+
+def _cut(pages: Pages, at: int) -> tuple[Pages, Pages]:
+    # Copies, so that neither half keeps the other's memory alive.
+    return pages[:at].copy(), pages[at:].copy()
