@@ -1,0 +1,200 @@
+"""Which page files there are, in order of use, and how many bytes they may take."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hicache_ray.storage.file_usage import SharedCount, WritingFolder
+
+logger = logging.getLogger("hicache_ray.storage")
+
+SUFFIXES = (".page", ".bin")
+USAGE_NAME, WRITING_NAME = ".usage", ".writing"
+
+
+class SpaceLimits(NamedTuple):
+    """How much of the disk the folder may take.
+
+    Attributes:
+        max_bytes: most bytes of page files; None: only the floor counts.
+        min_free_bytes: bytes of the file system that stay free.
+    """
+
+    max_bytes: int | None = None
+    min_free_bytes: int = 0
+
+
+class FileSpace:
+    """The page files of a folder, least recently used first, kept under a byte cap and above a free-space floor.
+
+    Every process keeps its own order, found by a scan at start and renewed by later ones; the byte count is shared, so
+    the cap holds for all processes together. The order of use travels between processes in the files' modification
+    times: a file that another process used since is passed over once. Thread-safe.
+    """
+
+    def __init__(self, root: Path, limits: SpaceLimits) -> None:
+        self._root = root
+        self._limits = limits
+        self._lock = threading.RLock()
+        self._order: OrderedDict[str, int] = OrderedDict()
+        self._written = 0
+        self._outstanding = 0
+        self._stamp = 0
+        self.evicted = 0
+        root.mkdir(parents=True, exist_ok=True)
+        (root / WRITING_NAME).mkdir(exist_ok=True)
+        self._usage = SharedCount(root / USAGE_NAME)
+        with self._usage.locked():
+            self._writing = WritingFolder(root / WRITING_NAME)
+            if self._writing.remove_abandoned():
+                self._usage.add(self._scan() - self._usage.read())
+                return
+        self._scan()
+
+    @property
+    def writing(self) -> Path:
+        """Where this process writes its files before they get their names."""
+        return self._writing.path
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of page files in the folder, those being written included."""
+        return self._usage.read()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def stamps(self, count: int) -> list[int]:
+        """Modification times (ns) for the pages of one call, newer than all before; a page's parent, which comes before
+        it, counts as used after it, so that a chain is evicted from its end."""
+        with self._lock:
+            self._stamp = max(time.time_ns(), self._stamp + count)
+            return [self._stamp - position for position in range(count)]
+
+    def used(self, names: Sequence[str], stamps: Sequence[int]) -> None:
+        """Note that files were written or read, in the order of `stamps` (newest first)."""
+        with self._lock:
+            for name, stamp in zip(reversed(names), reversed(stamps), strict=True):
+                self._order[name] = stamp
+                self._order.move_to_end(name)
+
+    def reserve(self, size: int) -> bool:
+        """Count `size` bytes that are about to be written, and make room for them; False when there is no room. After
+        True comes `settle`."""
+        cap = self._limits.max_bytes
+        over = 0
+        with self._lock:
+            self._outstanding += size
+            total = self._usage.add(size)
+            if cap is not None:
+                over = total - cap
+                if self._written > cap // 2:
+                    over += self._rescan()
+            over = max(over, self._limits.min_free_bytes + size - _free_bytes(self._root))
+            if over <= 0 or self._evict(over):
+                return True
+            self.settle(size, 0)
+            return False
+
+    def settle(self, reserved: int, written: int) -> None:
+        """End a reservation: `written` bytes of it are now page files."""
+        with self._lock:
+            self._outstanding -= reserved
+            self._written += written
+            self._usage.add(written - reserved)
+
+    def forget(self, name: str) -> None:
+        """Remove a file and its bytes from the count; nothing when it is gone."""
+        with self._lock:
+            self._order.pop(name, None)
+        self._remove(name)
+
+    def names(self) -> list[str]:
+        """Names of all page files now in the folder, relative to it."""
+        return [name for name, _, _ in _page_files(self._root)]
+
+    def close(self) -> None:
+        """Give the folder back; the files stay."""
+        self._writing.close()
+        self._usage.close()
+
+    def _evict(self, need: int) -> bool:
+        for attempt in range(2):
+            need -= self._evict_known(need)
+            if need <= 0:
+                return True
+            if attempt == 0:
+                need += self._rescan()
+        return need <= 0
+
+    def _evict_known(self, need: int) -> int:
+        freed = 0
+        while freed < need and self._order:
+            name, stamp = self._order.popitem(last=False)
+            try:
+                status = os.stat(self._root / name)
+            except FileNotFoundError:
+                continue
+            if status.st_mtime_ns > stamp:
+                self._order[name] = status.st_mtime_ns
+                continue
+            freed += self._remove(name)
+            self.evicted += 1
+        return freed
+
+    def _remove(self, name: str) -> int:
+        path = self._root / name
+        try:
+            size = os.stat(path).st_size
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0
+        self._usage.add(-size)
+        return size
+
+    def _rescan(self) -> int:
+        """Bring order and count up to date; the bytes by which the count was too low. What other processes have
+        reserved and not yet written falls out of the count until the next scan: at most a batch of each."""
+        before = self._usage.read()
+        difference = self._scan() + self._outstanding - before
+        self._usage.add(difference)
+        return difference
+
+    def _scan(self) -> int:
+        found = sorted(_page_files(self._root), key=lambda file: file[1])
+        with self._lock:
+            self._order = OrderedDict((name, stamp) for name, stamp, _ in found)
+            self._written = 0
+            self._stamp = max(self._stamp, found[-1][1] if found else 0)
+        return sum(size for _, _, size in found)
+
+
+def _page_files(root: Path) -> Iterator[tuple[str, int, int]]:
+    """Name relative to `root`, modification time (ns) and size of every page file."""
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        with contextlib.suppress(FileNotFoundError), os.scandir(root / folder) as entries:
+            for entry in entries:
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(name)
+                elif entry.name.endswith(SUFFIXES):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat()
+                        yield name, status.st_mtime_ns, status.st_size
+
+
+def _free_bytes(root: Path) -> int:
+    status = os.statvfs(root)
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,93 @@
+"""A few daemon threads that share the pages of one call."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+logger = logging.getLogger("hicache_ray.storage")
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class TaskPool:
+    """Threads that help callers through their lists.
+
+    A caller works on its own list too, so a call ends even while every thread is stuck in someone else's. The threads
+    are daemons: a store that hangs does not keep the process from ending.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hicache-{name}-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def alive(self) -> int:
+        """Threads that run; all of them until `close`."""
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """`function` of each item, results in order; items begin in order. Returns when no call is under way any more,
+        then raises the first error, if there was one."""
+        if len(items) < 2:
+            return [function(item) for item in items]
+        work = _Work(function, items)
+        for _ in range(min(len(self._threads), len(items) - 1)):
+            self._jobs.put(work.run)
+        work.run()
+        return work.results()
+
+    def close(self) -> None:
+        """End the threads once their calls have ended; does not wait for them. Idempotent."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("a storage helper thread failed on a job; it goes on with the next")
+            del job
+
+
+class _Work(Generic[Item, Result]):
+    """One list: whoever is free takes the next item; ended when every item is."""
+
+    def __init__(self, function: Callable[[Item], Result], items: Sequence[Item]) -> None:
+        self._function = function
+        self._items = items
+        self._next = itertools.count()
+        self._results: dict[int, Result] = {}
+        self._errors: dict[int, Exception] = {}
+        self._left = len(items)
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        """Take items until none is left."""
+        while (index := next(self._next)) < len(self._items):
+            try:
+                self._results[index] = self._function(self._items[index])
+            except Exception as error:
+                self._errors[index] = error
+            with self._changed:
+                self._left -= 1
+                if not self._left:
+                    self._changed.notify_all()
+
+    def results(self) -> list[Result]:
+        """Wait for the items that others took."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left)
+        if self._errors:
+            raise self._errors[min(self._errors)]
+        return [self._results[index] for index in range(len(self._items))]

@@ -1,0 +1,147 @@
+"""Fixtures and helpers of the storage suite."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from hicache_ray.hashing import ModelIdentity
+from hicache_ray.storage.base import HiCacheStorage
+from hicache_ray.testing.host_pages import LAYOUTS, NumpyHostPages, PageShape
+from hicache_ray.testing.storage_subject import StorageSubject, Unsupported
+from hicache_ray.testing.suite_table import SuiteTable
+
+SHAPES = [PageShape(attention, layout) for attention in LAYOUTS for layout in LAYOUTS[attention]]
+BIG = PageShape("mha", "page_first", page_size=16, layers=4, token_bytes=1024)
+"""128 KiB a page."""
+
+SEPARATE = {
+    "model": "other",
+    "revision": "v2",
+    "kv_dtype": "float8_e4m3fn",
+    "layout": "layer_first",
+    "key_mode": "bigram",
+    "tp_rank": 1,
+    "tp_size": 4,
+    "pp_rank": 1,
+    "pp_size": 4,
+    "dp_rank": 1,
+    "layer_end": 8,
+}
+"""Changes of a model identity; each must lead to other pages (D9 and "key too narrow" of FAILURES)."""
+
+
+def identity_of(shape: PageShape, **changes: Any) -> ModelIdentity:
+    """The identity of pages of `shape`, on rank 0 of tp 2, stage 0 of pp 2."""
+    values: dict[str, Any] = {
+        "model": "org/m",
+        "kv_dtype": "bfloat16",
+        "page_size": shape.page_size,
+        "layout": shape.layout,
+        "attention": shape.attention,
+        "tp_size": 2,
+        "dp_size": 2,
+        "layer_end": shape.layers,
+    }
+    return ModelIdentity(**{**values, **changes})
+
+
+def page_names(count: int, seed: int = 0) -> list[str]:
+    """`count` page hashes."""
+    return [hashlib.sha256(f"{seed} {position}".encode()).hexdigest() for position in range(count)]
+
+
+class MakeStorage(Protocol):
+    """Makes a backend on the test's store, with a host pool; it is closed when the test ends."""
+
+    def __call__(
+        self,
+        shape: PageShape = ...,
+        *,
+        pages: int = ...,
+        identity: ModelIdentity | None = ...,
+        pool: NumpyHostPages | None = ...,
+        **options: Any,
+    ) -> tuple[HiCacheStorage, NumpyHostPages]: ...
+
+
+class SuiteBase:
+    """Fixtures of the suite. `store` is set by `storage_suite`."""
+
+    store: StorageSubject
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+        """The store, running."""
+        subject = cls.store
+        SuiteTable.of(request.config).columns[request.node.nodeid] = subject.name
+        try:
+            subject.start(tmp_path_factory.mktemp("store"))
+        except Unsupported as reason:
+            pytest.skip(str(reason))
+        yield subject
+        subject.stop()
+
+    @pytest.fixture
+    def make(self, subject: StorageSubject, tmp_path: Path) -> Iterator[MakeStorage]:
+        """Makes backends on the emptied store."""
+        made: list[HiCacheStorage] = []
+        subject.empty(tmp_path)
+
+        def make_storage(
+            shape: PageShape = SHAPES[1],
+            *,
+            pages: int = 16,
+            identity: ModelIdentity | None = None,
+            pool: NumpyHostPages | None = None,
+            **options: Any,
+        ) -> tuple[HiCacheStorage, NumpyHostPages]:
+            storage = subject.make(tmp_path, identity or identity_of(shape), **options)
+            made.append(storage)
+            pool = pool or NumpyHostPages(pages, shape)
+            storage.register_mem_pool_host(pool)
+            return storage, pool
+
+        yield make_storage
+        for storage in made:
+            storage.close()
+
+
+def in_parallel(functions: list[Callable[[], Any]]) -> list[Any]:
+    """Results of the functions, each on its own thread, begun together; raises what one of them raised."""
+    results: list[Any] = [None] * len(functions)
+    errors: list[BaseException] = []
+    begin = threading.Barrier(len(functions))
+
+    def run(position: int) -> None:
+        try:
+            begin.wait()
+            results[position] = functions[position]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(position,)) for position in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a storage call did not end"
+    return results
+
+
+def eventually(condition: Callable[[], bool], otherwise: str, seconds: float = 30.0) -> None:
+    """Wait until `condition` holds; AssertionError with the text `otherwise` when it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        pause.wait(0.02)

@@ -1,0 +1,229 @@
+"""The storage suite's fault matrix: whatever breaks is a miss within its deadline, and the store is used again after.
+
+Calls go through `GuardedStorage`, as they do in the cache. No test measures time: a call that hangs must be back while
+the fault still holds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache_ray.storage.base import HiCacheStorage
+from hicache_ray.storage.guard import ERRORS_IN_A_ROW, READ, WRITE, GuardedStorage
+from hicache_ray.testing.faulty_storage import EXISTS, GET, SET, Fault, FaultyStorage
+from hicache_ray.testing.host_pages import NumpyHostPages
+from hicache_ray.testing.storage_subject import Damage, StorageSubject, Unsupported
+from hicache_ray.testing.suite_base import BIG, MakeStorage, SuiteBase, eventually, page_names
+
+COUNT = 4
+NAMES = page_names(COUNT, seed=21)
+UNSTORED = page_names(COUNT, seed=22)
+MISSES = [fault for fault in Fault if fault not in (Fault.SLOW, Fault.FLIPPED_BYTE)]
+SHORT_SECONDS, LONG_SECONDS = 0.3, 60.0
+"""Deadlines for calls that are meant to be given up, and for those that are not."""
+
+
+class ManualClock:
+    """A clock for the breakers that moves when it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Guarded:
+    """Four stored pages, behind faults, behind the guard."""
+
+    def __init__(self, storage: HiCacheStorage, pool: NumpyHostPages) -> None:
+        self.pool = pool
+        self.clock = ManualClock()
+        self.faulty = FaultyStorage(storage)
+        self.guard = GuardedStorage(self.faulty, clock=self.clock)
+        self.source, self.target = pool.slots(np.arange(COUNT)), pool.slots(np.arange(COUNT, 2 * COUNT))
+        pool.fill(np.arange(COUNT), 1)
+        assert self.guard.batch_set_v1(NAMES, self.source) == [True] * COUNT
+
+    def call(self, name: str) -> bool:
+        """Make a call that succeeds where nothing is wrong; whether it did, entirely. A miss must look like one."""
+        if name == EXISTS:
+            hits = self.guard.batch_exists(NAMES)
+            assert 0 <= hits <= COUNT
+            return hits == COUNT
+        if name == SET:
+            flags = self.guard.batch_set_v1(NAMES, self.source)
+        else:
+            flags = self.guard.batch_get_v1(NAMES, self.target)
+        assert len(flags) == COUNT and all(isinstance(flag, bool) for flag in flags)
+        return all(flags)
+
+    def assert_well(self) -> None:
+        """Everything works, and nothing was left behind."""
+        self.clock.now += 60
+        eventually(lambda: self.guard.given_up == 0, "a call that was given up has not returned")
+        assert self.guard.held_slots.size == 0
+        assert all(self.call(name) for name in (SET, EXISTS, GET))
+        for page in range(COUNT):
+            assert np.array_equal(self.pool.read(page), self.pool.read(page + COUNT))
+        assert not any(breaker.is_open for breaker in self.guard.breakers.values())
+
+
+class FaultTests(SuiteBase):
+    """The backend itself fails: raises, hangs, answers nonsense."""
+
+    @pytest.fixture
+    def guarded(self, make: MakeStorage, request: pytest.FixtureRequest) -> Iterator[Guarded]:
+        """A guarded backend whose deadline is short where a test says so."""
+        timeout = getattr(request, "param", LONG_SECONDS)
+        storage, pool = make(BIG, pages=2 * COUNT, timeout=timeout)
+        guarded = Guarded(storage, pool)
+        yield guarded
+        guarded.faulty.heal()
+
+    @pytest.mark.parametrize("name", [EXISTS, GET, SET])
+    @pytest.mark.parametrize("fault", MISSES, ids=lambda fault: fault.name.lower())
+    def test_fault_is_a_miss(self, make: MakeStorage, fault: Fault, name: str) -> None:
+        storage, pool = make(BIG, pages=2 * COUNT, timeout=SHORT_SECONDS if fault is Fault.HANG else LONG_SECONDS)
+        guarded = Guarded(storage, pool)
+        guarded.faulty.inject(fault, calls=frozenset({name}))
+        missed = not guarded.call(name)
+        if fault in (Fault.SHORT_READ, Fault.ZERO_LENGTH) and name == EXISTS:
+            assert isinstance(missed, bool)
+        elif fault is Fault.LOST:
+            assert missed == (name == GET)
+        else:
+            assert missed, f"{fault.value} of {name} went unnoticed"
+        guarded.faulty.heal()
+        guarded.assert_well()
+
+    @pytest.mark.parametrize("name", [EXISTS, GET, SET])
+    def test_slow_is_no_miss_before_the_deadline(self, guarded: Guarded, name: str) -> None:
+        guarded.faulty.inject(Fault.SLOW, calls=frozenset({name}), delay=0.05)
+        assert guarded.call(name)
+        guarded.assert_well()
+
+    @pytest.mark.parametrize("guarded", [SHORT_SECONDS], indirect=True)
+    @pytest.mark.parametrize("name", [GET, SET])
+    def test_a_call_given_up_keeps_its_host_pages(self, guarded: Guarded, name: str) -> None:
+        slots = guarded.target if name == GET else guarded.source
+        free = threading.Event()
+        guarded.faulty.inject(Fault.HANG, calls=frozenset({name}))
+        assert not guarded.call(name)
+        guarded.guard.when_returned(slots, free.set)
+        assert np.array_equal(guarded.guard.held_slots, slots)
+        assert not free.is_set(), "the pages were given back while the call may still touch them"
+        others = threading.Event()
+        guarded.guard.when_returned(guarded.source if name == GET else guarded.target, others.set)
+        assert others.is_set(), "pages of no call were held"
+        guarded.faulty.heal()
+        assert free.wait(LONG_SECONDS)
+        guarded.assert_well()
+
+    @pytest.mark.parametrize("kind", [READ, WRITE])
+    def test_breaker_opens_and_closes(self, guarded: Guarded, kind: str) -> None:
+        """After failures in a row calls are refused unasked; then one asks, and its success ends it. The other kind
+        goes on meanwhile."""
+        name, other = (GET, SET) if kind == READ else (SET, GET)
+        guarded.faulty.inject(Fault.ERROR, calls=frozenset({name}))
+        assert not any(guarded.call(name) for _ in range(ERRORS_IN_A_ROW))
+        reached = guarded.faulty.reached[name]
+        assert guarded.guard.breakers[kind].is_open
+        assert not any(guarded.call(name) for _ in range(5))
+        assert guarded.faulty.reached[name] == reached, "the open breaker let a call through"
+        assert guarded.guard.get_stats().refused == 5
+        assert guarded.call(other)
+        guarded.clock.now += 60
+        assert not guarded.call(name)
+        assert guarded.faulty.reached[name] == reached + 1, "the probe did not get through"
+        guarded.faulty.heal()
+        guarded.assert_well()
+
+    @pytest.mark.parametrize("guarded", [SHORT_SECONDS], indirect=True)
+    def test_nothing_leaks_when_calls_hang_again_and_again(self, guarded: Guarded) -> None:
+        """Every probe hangs: threads and held pages stay bounded, and all of them come back."""
+        threads, files = threading.active_count(), open_files()
+        guarded.faulty.inject(Fault.HANG)
+        for _ in range(12):
+            assert not any(guarded.call(name) for name in (EXISTS, GET, SET))
+            guarded.clock.now += 60
+        assert threading.active_count() <= threads + 10
+        guarded.faulty.heal()
+        guarded.assert_well()
+        assert open_files() <= files + 2
+
+
+class DamageTests(SuiteBase):
+    """A stored page is no longer what it was."""
+
+    @pytest.mark.parametrize("damage", list(Damage), ids=lambda damage: damage.name.lower())
+    def test_damaged_page_is_a_miss(
+        self, make: MakeStorage, subject: StorageSubject, tmp_path: Path, damage: Damage
+    ) -> None:
+        """The pages before it are read; it can be stored again, and is then right (D6)."""
+        storage, pool = make(BIG, pages=2 * COUNT)
+        guarded = Guarded(storage, pool)
+        try:
+            subject.damage(damage, storage, NAMES[2], tmp_path)
+        except Unsupported as reason:
+            pytest.skip(str(reason))
+        flags = guarded.guard.batch_get_v1(NAMES, guarded.target)
+        assert flags[:3] == [True, True, False], f"a page damaged by {damage.value} was taken for good"
+        assert all(np.array_equal(pool.read(page), pool.read(page + COUNT)) for page in range(2))
+        assert guarded.guard.get_stats().corrupt == (0 if damage is Damage.LOST else 1) or damage is Damage.EMPTIED
+        guarded.assert_well()
+
+
+class OutageTests(SuiteBase):
+    """The store behind the backend goes away, or hangs, and comes back."""
+
+    @pytest.mark.parametrize("outage", ["killed", "frozen"])
+    def test_store_goes_and_comes_back(
+        self, make: MakeStorage, subject: StorageSubject, tmp_path: Path, outage: str
+    ) -> None:
+        """Misses while it is away; then pages are stored and read again, by the same backend."""
+        storage, pool = make(BIG, pages=2 * COUNT, timeout=2.0)
+        guarded = Guarded(storage, pool)
+        begin, end = {
+            "killed": (subject.take_away, subject.bring_back),
+            "frozen": (subject.freeze, subject.thaw),
+        }[outage]
+        try:
+            begin(tmp_path)
+        except Unsupported as reason:
+            pytest.skip(str(reason))
+        try:
+            for _ in range(3):
+                assert guarded.guard.batch_exists(UNSTORED) == 0
+                assert guarded.guard.batch_get_v1(UNSTORED, guarded.target) == [False] * COUNT
+                assert guarded.guard.batch_set_v1(UNSTORED, guarded.source) == [False] * COUNT
+                guarded.clock.now += 60
+        finally:
+            end(tmp_path)
+        self.assert_comes_back(guarded)
+
+    def assert_comes_back(self, guarded: Guarded) -> None:
+        """Within a minute pages can be stored and read."""
+
+        def works() -> bool:
+            guarded.clock.now += 60
+            stored = guarded.guard.batch_set_v1(UNSTORED, guarded.source)
+            read = guarded.guard.batch_get_v1(UNSTORED, guarded.target)
+            return all(stored) and all(read)
+
+        eventually(works, "the store came back and is not used again", seconds=LONG_SECONDS)
+        for page in range(COUNT):
+            assert np.array_equal(guarded.pool.read(page), guarded.pool.read(page + COUNT))
+        eventually(lambda: guarded.guard.given_up == 0, "a call that was given up has not returned")
+        assert guarded.guard.held_slots.size == 0
+
+
+def open_files() -> int:
+    """Open file descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))

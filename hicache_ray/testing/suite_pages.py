@@ -1,0 +1,262 @@
+"""The storage suite's tests of pages, keys and concurrency: the promises of `storage.base`, one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache_ray.storage.base import HiCacheStorage, Slots, StorageStats
+from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
+from hicache_ray.testing.storage_subject import StorageSubject, Unsupported
+from hicache_ray.testing.suite_base import (
+    BIG,
+    SEPARATE,
+    SHAPES,
+    MakeStorage,
+    SuiteBase,
+    identity_of,
+    in_parallel,
+    page_names,
+)
+
+
+def round_trip(storage: HiCacheStorage, pool: NumpyHostPages, count: int, seed: int = 1) -> None:
+    """Store `count` pages from the pool's lower half, read them into shuffled pages of its upper half, compare; no
+    other page of the pool may change."""
+    names = page_names(count, seed)
+    source = np.arange(count)
+    target = np.random.default_rng(seed).permutation(np.arange(count, pool.pages))[:count]
+    pool.fill(np.arange(pool.pages), seed)
+    before = pool.buffer.copy()
+    assert storage.batch_set_v1(names, pool.slots(source)) == [True] * count
+    assert np.array_equal(pool.buffer, before), "storing pages changed the host pool"
+    assert storage.batch_exists(names) == count
+    assert storage.batch_get_v1(names, pool.slots(target)) == [True] * count
+    for page, copy in zip(source.tolist(), target.tolist(), strict=True):
+        assert np.array_equal(pool.read(page), pool.read(copy)), f"page {page} came back with other bytes"
+    others = np.setdiff1d(np.arange(pool.pages), target)
+    expected = NumpyHostPages(pool.pages, pool.shape)
+    expected.buffer[:] = before
+    assert all(np.array_equal(pool.read(page), expected.read(page)) for page in others.tolist())
+
+
+class PageTests(SuiteBase):
+    """Pages in and out."""
+
+    @pytest.mark.parametrize("count", [1, 2, 127, 128, 129, 1000])
+    def test_round_trip_of_any_number_of_pages(self, make: MakeStorage, count: int) -> None:
+        storage, pool = make(pages=2 * count)
+        round_trip(storage, pool, count)
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.attention}-{shape.layout}")
+    def test_round_trip_in_any_layout(self, make: MakeStorage, shape: PageShape) -> None:
+        storage, pool = make(shape, pages=24)
+        round_trip(storage, pool, 9)
+
+    @pytest.mark.parametrize("token_bytes", [2, 3, 64, 4096, 21846])
+    def test_round_trip_of_any_page_size(self, make: MakeStorage, token_bytes: int) -> None:
+        """12 bytes to 512 KiB a page, odd lengths too."""
+        shape = PageShape("mha", "page_first", page_size=4, layers=3, token_bytes=token_bytes, heads=1)
+        storage, pool = make(shape, pages=6)
+        round_trip(storage, pool, 3)
+
+    def test_no_pages_is_no_work(self, make: MakeStorage) -> None:
+        storage, _ = make()
+        none: Slots = np.empty(0, dtype=np.int64)
+        assert (storage.batch_exists([]), storage.batch_get_v1([], none), storage.batch_set_v1([], none)) == (0, [], [])
+
+    def test_stops_at_the_first_missing_page(self, make: MakeStorage) -> None:
+        """Case 11: pages 0, 1, 2 and 4, 5 are stored; 3 is not."""
+        storage, pool = make()
+        names = page_names(6)
+        pool.fill(np.arange(6), 1)
+        for page in (0, 1, 2, 4, 5):
+            assert storage.batch_set_v1(names[page : page + 1], pool.slots([page])) == [True]
+        assert storage.batch_exists(names) == 3
+        assert storage.batch_get_v1(names, pool.slots(np.arange(8, 14)))[:4] == [True, True, True, False]
+        assert all(np.array_equal(pool.read(page), pool.read(page + 8)) for page in range(3))
+
+    def test_unknown_pages_are_misses(self, make: MakeStorage) -> None:
+        storage, pool = make()
+        names = page_names(4, seed=7)
+        assert storage.batch_exists(names) == 0
+        assert storage.batch_get_v1(names, pool.slots(np.arange(4))) == [False] * 4
+
+    def test_an_existing_page_is_left_as_it_is(self, make: MakeStorage) -> None:
+        storage, pool = make()
+        names = page_names(3)
+        pool.fill(np.arange(3), 1)
+        first = [pool.read(page) for page in range(3)]
+        assert storage.batch_set_v1(names, pool.slots(np.arange(3))) == [True] * 3
+        pool.fill(np.arange(3), 2)
+        assert storage.batch_set_v1(names, pool.slots(np.arange(3))) == [True] * 3
+        assert storage.batch_get_v1(names, pool.slots(np.arange(3))) == [True] * 3
+        assert all(np.array_equal(pool.read(page), first[page]) for page in range(3))
+
+    def test_slots_that_are_no_pages_are_refused(self, make: MakeStorage) -> None:
+        storage, pool = make()
+        names = page_names(2)
+        for slots in (pool.slots([0]), pool.slots([0, 1])[1:], pool.slots([0, 1]) + 1):
+            for call in (storage.batch_get_v1, storage.batch_set_v1):
+                with pytest.raises(ValueError, match="slots"):
+                    call(names, slots)
+
+    def test_a_call_without_host_pool_is_refused(self, subject: StorageSubject, tmp_path: Path) -> None:
+        storage = subject.make(tmp_path, identity_of(SHAPES[1]))
+        try:
+            with pytest.raises(RuntimeError, match="register_mem_pool_host"):
+                storage.batch_get_v1(page_names(1), np.arange(2))
+        finally:
+            storage.close()
+
+
+class KeyTests(SuiteBase):
+    """Which pages are the same page."""
+
+    def stored(self, make: MakeStorage, shape: PageShape) -> tuple[list[str], HiCacheStorage]:
+        """Three pages of rank 0."""
+        storage, pool = make(shape)
+        pool.fill(np.arange(3), 1)
+        names = page_names(3)
+        assert storage.batch_set_v1(names, pool.slots(np.arange(3))) == [True] * 3
+        return names, storage
+
+    @pytest.mark.parametrize("field", SEPARATE)
+    def test_another_identity_is_another_page(self, make: MakeStorage, field: str) -> None:
+        shape = SHAPES[1]
+        names, _ = self.stored(make, shape)
+        other, pool = make(shape, identity=identity_of(shape, **{"pp_size": 2, field: SEPARATE[field]}))
+        assert other.batch_exists(names) == 0
+        assert other.batch_get_v1(names, pool.slots(np.arange(3))) == [False] * 3
+
+    def test_mla_ranks_share_pages_and_one_writes_them(self, make: MakeStorage) -> None:
+        """Cases 10, 29."""
+        shape = PageShape("mla", "page_first")
+        other, pool = make(shape, identity=identity_of(shape, tp_rank=1), is_writer=False)
+        names = page_names(3)
+        assert other.batch_set_v1(names, pool.slots(np.arange(3))) == [True] * 3
+        assert other.batch_exists(names) == 0, "a rank that is no writer has written"
+        self.stored(make, shape)
+        assert other.batch_exists(names) == 3
+        assert other.batch_get_v1(names, pool.slots(np.arange(3))) == [True] * 3
+
+    def test_clear_drops_the_pages_of_its_own_identity(self, make: MakeStorage) -> None:
+        shape = SHAPES[1]
+        names, storage = self.stored(make, shape)
+        other, pool = make(shape, identity=identity_of(shape, model="other"))
+        assert all(other.batch_set_v1(names, pool.slots(np.arange(3))))
+        storage.clear()
+        assert (storage.batch_exists(names), other.batch_exists(names)) == (0, 3)
+        clear: Callable[..., None] = storage.clear
+        clear(everything=True)
+        assert other.batch_exists(names) == 0
+        self.stored(make, shape)
+        assert storage.batch_exists(names) == 3
+
+    def test_pages_outlive_the_backend(self, make: MakeStorage) -> None:
+        names, storage = self.stored(make, SHAPES[1])
+        storage.close()
+        storage.close()
+        again, pool = make(SHAPES[1])
+        pool.fill(np.arange(3), 1)
+        assert again.batch_exists(names) == 3
+        assert again.batch_get_v1(names, pool.slots(np.arange(8, 11))) == [True] * 3
+        assert all(np.array_equal(pool.read(page), pool.read(page + 8)) for page in range(3))
+
+    def test_statistics_count_pages_and_bytes(self, make: MakeStorage) -> None:
+        names, storage = self.stored(make, SHAPES[1])
+        assert storage.host_pool is not None
+        size, slots = storage.host_pool.page_bytes, np.arange(3 * SHAPES[1].page_size)
+        storage.batch_set_v1(names, slots)
+        storage.batch_exists([*names, *page_names(1, seed=9)])
+        storage.batch_get_v1(names, slots)
+        stats = storage.get_stats()
+        assert isinstance(stats, StorageStats)
+        assert (stats.exists_asked, stats.exists_hits) == (4, 3)
+        assert (stats.get_asked, stats.get_hits, stats.get_bytes) == (3, 3, 3 * size)
+        assert (stats.set_asked, stats.set_stored + stats.set_existing) == (6, 6)
+        assert stats.set_bytes >= 3 * size
+        assert (stats.corrupt, stats.errors, stats.timeouts) == (0, 0, 0)
+
+
+class ConcurrencyTests(SuiteBase):
+    """Several callers, and less room than pages."""
+
+    def test_writers_of_one_key(self, make: MakeStorage) -> None:
+        """Four writers, two backends, eight keys: one of the four contents is stored for each, whole."""
+        (one, pool), (two, _) = make(BIG, pages=64), make(BIG, pages=1)
+        two.register_mem_pool_host(pool)
+        pool.fill(np.arange(40), 3)
+        names = page_names(8)
+        slots = [pool.slots(np.arange(8) + 8 * writer) for writer in range(4)]
+        answers = in_parallel(
+            [lambda w=writer: [one, two][w % 2].batch_set_v1(names, slots[w]) for writer in range(4)]  # type: ignore[misc]
+        )
+        assert answers == [[True] * 8] * 4
+        assert one.batch_get_v1(names, pool.slots(np.arange(40, 48))) == [True] * 8
+        for page in range(8):
+            stored = pool.read(40 + page)
+            assert any(np.array_equal(stored, pool.read(page + 8 * writer)) for writer in range(4))
+
+    def test_lookups_reads_and_writes_at_once(self, make: MakeStorage) -> None:
+        """Six threads, as many as two ranks have: nobody reads a wrong page."""
+        storage, pool = make(BIG, pages=96)
+        names = page_names(32)
+        pool.fill(np.arange(32), 4)
+
+        def write() -> bool:
+            return all(all(storage.batch_set_v1(names[i : i + 4], pool.slots(np.arange(i, i + 4)))) for i in range(29))
+
+        def read(base: int) -> bool:
+            for start in range(0, 29, 4):
+                target = np.arange(base, base + 4)
+                flags = storage.batch_get_v1(names[start : start + 4], pool.slots(target))
+                for position, ok in enumerate(flags):
+                    if ok and not np.array_equal(pool.read(start + position), pool.read(base + position)):
+                        return False
+            return True
+
+        def look_up() -> bool:
+            return all(0 <= storage.batch_exists(names) <= 32 for _ in range(20))
+
+        assert all(in_parallel([write, write, lambda: read(40), lambda: read(50), look_up, look_up]))
+        assert storage.batch_exists(names) == 32
+
+    def test_more_pages_than_room(self, make: MakeStorage, subject: StorageSubject, tmp_path: Path) -> None:
+        """A store of 16 pages gets 64: no error, no wrong page, and it takes new pages afterwards."""
+        try:
+            storage = subject.make_small(tmp_path, identity_of(BIG), 16 * BIG.page_bytes)
+        except Unsupported as reason:
+            pytest.skip(str(reason))
+        try:
+            self.overfill(storage)
+        finally:
+            storage.close()
+
+    def overfill(self, storage: HiCacheStorage) -> None:
+        """Store four times what fits, read back what is there."""
+        pool = NumpyHostPages(80, BIG)
+        storage.register_mem_pool_host(pool)
+        pool.fill(np.arange(64), 5)
+        names = page_names(64)
+        for start in range(0, 64, 8):
+            flags = storage.batch_set_v1(names[start : start + 8], pool.slots(np.arange(start, start + 8)))
+            assert flags == sorted(flags, reverse=True), "a page was stored after one that was not"
+        hits = 0
+        for page in range(64):
+            if storage.batch_get_v1(names[page : page + 1], pool.slots([70])) == [True]:
+                assert np.array_equal(pool.read(page), pool.read(70))
+                hits += 1
+        assert 0 < hits <= 20, f"{hits} pages in a store for 16"
+        more = page_names(4, seed=11)
+        waiting = threading.Event()
+        stored = False
+        for _ in range(100):
+            stored = all(storage.batch_set_v1(more, pool.slots(np.arange(4))))
+            if stored or waiting.wait(0.2):
+                break
+        assert stored, "the full store takes no new pages"
