@@ -12,7 +12,7 @@ from hicache_ray.config import HiCacheConfig
 from hicache_ray.config_extra import parse_extra_config
 from hicache_ray.controller import TransferController
 from hicache_ray.index import TieredIndex
-from hicache_ray.kernels.dispatch import transfer_for
+from hicache_ray.kernels.dispatch import transfer
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.sizing import GB, host_pages
@@ -54,21 +54,20 @@ def build_cache(
         load_back_threshold=config.load_back_threshold,
         bigram=config.enable_eagle,
     )
-    transfer = transfer_for(config.hicache_io_backend, pool, host)
-    controller = TransferController(pool, host, transfer, copy_timeout=config.step_timeout)
-    cache = HiRadixCache(index, controller, prefetch_policy(config, pool, host), rank=rank)
-    store = storage or make_storage(config, rank, storage_options or {})
-    if store is not None:
-        cache.attach_storage(store, pass_prefix_hashes=config.hicache_storage_pass_prefix_keys)
+    copies = transfer(config.hicache_io_backend, config.hicache_mem_layout, pool.spec.attention)
+    controller = TransferController(pool, host, copies, copy_timeout=config.step_timeout)
+    runtime = dict(storage_options or {})
+
+    def make_storage(name: str, options: Mapping[str, Any]) -> HiCacheStorage:
+        return create_backend(name, storage_config(config, rank, {**options, **runtime} if name == "ray" else options))
+
+    cache = HiRadixCache(index, controller, prefetch_policy(config, pool, host), rank=rank, make_storage=make_storage)
+    name = config.hicache_storage_backend
+    if storage is None and name is not None:
+        storage = make_storage(name, {**parse_extra_config(config.hicache_storage_backend_extra_config), **runtime})
+    if storage is not None:
+        cache.attach_storage(storage, name or "", pass_prefix_hashes=config.hicache_storage_pass_prefix_keys)
     return cache
-
-
-def make_storage(config: HiCacheConfig, rank: int, options: Mapping[str, Any]) -> HiCacheStorage | None:
-    """The configured L3 backend of a rank, or None when there is none. Raises BackendError."""
-    if config.hicache_storage_backend is None:
-        return None
-    extra = {**parse_extra_config(config.hicache_storage_backend_extra_config), **options}
-    return create_backend(config.hicache_storage_backend, storage_config(config, rank, extra))
 
 
 def storage_config(config: HiCacheConfig, rank: int, extra: Mapping[str, Any]) -> StorageConfig:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hicache_ray.control import carry_out
 from hicache_ray.controller import NO_CONSUMER, TransferController
 from hicache_ray.index import Match, TieredIndex
 from hicache_ray.ledger import PoolLedger, audit
@@ -30,6 +31,9 @@ logger = logging.getLogger("hicache_ray.cache")
 
 Reducer = Callable[[np.ndarray], np.ndarray]
 """MIN over all ranks of an int64 vector; every rank calls it once a step."""
+
+
+StorageFactory = Callable[[str, Mapping[str, Any]], HiCacheStorage]
 
 
 def alone(vector: np.ndarray) -> np.ndarray:
@@ -56,6 +60,7 @@ class HiRadixCache:
         prefetch_policy: when to ask L3 and how long to wait.
         rank: this rank's number in its group.
         generation: number of the group's current incarnation.
+        make_storage: makes a backend by name and options, for `attach_backend`.
     """
 
     def __init__(
@@ -66,14 +71,18 @@ class HiRadixCache:
         *,
         rank: int = 0,
         generation: int = 0,
+        make_storage: StorageFactory | None = None,
     ) -> None:
         self.index = index
         self.controller = controller
         self.prefetcher = Prefetcher(index, controller, prefetch_policy)
         self.rank = rank
         self.generation = generation
+        self.backend_name: str | None = None
+        self._make_storage = make_storage
         self.requests: dict[str, Request] = {}
         self.forward = Forward((), NO_CONSUMER)
+        self.next_step = 0
         self._acknowledged = {"writes": 0, "loads": 0, "backups": 0}
 
     @property
@@ -123,12 +132,14 @@ class HiRadixCache:
         for rid in request.aborts:
             self.abort(rid)
         finished = tuple(self.finish(finish) for finish in request.finishes)
+        controlled = tuple(carry_out(self, control) for control in request.controls)
         admitted = tuple(self.admit(admit) for admit in request.admits)
         polled = tuple(self.poll(rid) for rid in request.polls)
         scheduled = tuple(self.schedule(rid) for rid in request.schedules)
         consumer = self.controller.carry_out(self.index.take_transfers())
         running = (self.requests[row.rid] for row in scheduled if row.ok)
         self.forward = Forward(tuple(running), consumer)
+        self.next_step = request.step + 1
         return StepAnswer(
             rank=self.rank,
             step=request.step,
@@ -137,6 +148,7 @@ class HiRadixCache:
             polled=polled,
             scheduled=scheduled,
             finished=finished,
+            controlled=controlled,
         )
 
     # -- the operations of a step ------------------------------------------------------------------------------------
@@ -211,11 +223,22 @@ class HiRadixCache:
 
     # -- the store ---------------------------------------------------------------------------------------------------
 
-    def attach_storage(self, storage: HiCacheStorage, *, pass_prefix_hashes: bool = False) -> None:
+    def attach_storage(self, storage: HiCacheStorage, name: str = "", *, pass_prefix_hashes: bool = False) -> None:
         """Begins to use an L3; what the tree holds gets its page hashes (D5). RuntimeError when one is in use."""
         self.controller.attach(storage, pass_prefix_hashes=pass_prefix_hashes)
+        self.backend_name = name or type(storage).__name__
         self.index.enable_hashes()
-        self._acknowledged["backups"] = 0
+
+    def attach_backend(self, name: str, options: Mapping[str, Any]) -> None:
+        """Makes a backend of that name and begins to use it. ValueError when it can't be had; nothing changes then."""
+        if self._make_storage is None:
+            raise ValueError("this rank was assembled without a way to make storage backends")
+        self.attach_storage(self._make_storage(name, options), name)
+
+    def detach_storage(self) -> bool:
+        """Stops using the L3; its operations must have ended. False when a call to it was left behind."""
+        self.backend_name = None
+        return self.controller.detach(self.prefetcher.policy.hard_limit)
 
     # -- what a user of one rank may ask -----------------------------------------------------------------------------
 
@@ -319,7 +342,7 @@ class HiRadixCache:
         self.index.acknowledge_backups(agreed.backups - done["backups"])
         done.update(writes=agreed.writes, loads=agreed.loads, backups=agreed.backups)
         io = self.controller.storage_io
-        if io is not None:
+        if io is not None and self.prefetcher.enabled:
             for write in written:
                 io.backup(self.index.begin_backup(write))
         self.prefetcher.apply(agreed.prefetches, agreed.releases)

@@ -35,7 +35,7 @@ class TransferController:
         host_pool: L2.
         transfer: the copy functions for this pair of pools.
         copy_timeout: seconds a blocking write may take before it counts as a failed copy.
-        lanes, workers: make the lanes and threads; tests give ones that they advance themselves.
+        lanes, workers, storage_io: make the lanes, threads and L3 calls; tests give ones that they advance themselves.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class TransferController:
         *,
         lanes: Callable[[torch.device, str], CopyLane] = copy_lane,
         workers: Callable[[str], Worker] = Worker,
+        storage_io: Callable[..., StorageIO] = StorageIO,
     ) -> None:
         self.device_pool = device_pool
         self.host_pool = host_pool
@@ -56,7 +57,8 @@ class TransferController:
         self.layer_done = device_pool.layer_done
         self.bytes: Counter[str] = Counter()
         self.retired: Counter[str] = Counter()
-        self._workers = workers
+        self._retired_backups = 0
+        self._workers, self._storage_io = workers, storage_io
         self._write_lane = lanes(device_pool.device, "l1-write")
         self._load_lane = lanes(device_pool.device, "l1-load")
 
@@ -72,8 +74,8 @@ class TransferController:
 
     @property
     def backups_done(self) -> int:
-        """L2 -> L3 backups that have ended since the store was attached, in issue order."""
-        return self.storage_io.backups_done if self.storage_io else 0
+        """L2 -> L3 backups that have ended, cumulative over all stores attached so far, in issue order."""
+        return self._retired_backups + (self.storage_io.backups_done if self.storage_io else 0)
 
     def carry_out(self, transfers: Sequence[Write | Load]) -> int:
         """Begins the transfers; returns the consumer index a forward pass waits with, -1 when nothing is loaded.
@@ -91,7 +93,7 @@ class TransferController:
         """Begin to use a store; RuntimeError while one is attached."""
         if self.storage_io is not None:
             raise RuntimeError("a storage backend is attached: detach it first")
-        self.storage_io = StorageIO(
+        self.storage_io = self._storage_io(
             storage, self.host_pool, pass_prefix_hashes=pass_prefix_hashes, workers=self._workers
         )
 
@@ -100,6 +102,7 @@ class TransferController:
         io, self.storage_io = self.storage_io, None
         if io is None:
             return True
+        self._retired_backups += io.backups_done
         self.retired.update(io.bytes)
         return io.close(timeout)
 
@@ -137,8 +140,9 @@ class TransferController:
 
         def copy() -> None:
             try:
+                prepared = self.transfer.prepare(self.device_pool, self.host_pool, device_pages, host_pages)
                 for layer in layers:
-                    self.transfer.load_layer(self.device_pool, self.host_pool, device_pages, host_pages, layer)
+                    prepared.load_layer(layer)
                     self.layer_done.complete(producer, layer)
             except Exception as error:
                 self.layer_done.fail(producer, error)

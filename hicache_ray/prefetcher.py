@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,8 @@ class Closing(NamedTuple):
 class Prefetcher:
     """Begins, advances and ends the prefetches of one rank.
 
-    Everything here that changes the index happens on agreed numbers, in the same order on every rank.
+    Everything here that changes the index happens on agreed numbers, in the same order on every rank. `enabled` is
+    False while a store is being detached: then nothing new begins.
     """
 
     def __init__(self, index: TieredIndex, controller: TransferController, policy: PrefetchPolicy) -> None:
@@ -43,6 +45,7 @@ class Prefetcher:
         self.active: dict[str, Prefetch] = {}
         self.closing: deque[Closing] = deque()
         self.occupied_pages = 0
+        self.enabled = True
         self.counts: Counter[str] = Counter()
         self._released = 0
 
@@ -63,6 +66,18 @@ class Prefetcher:
         if rid in self.active:
             self.counts["cancelled"] += 1
             self._end(self.active[rid], 0)
+
+    def cancel_all(self) -> None:
+        """Ends every prefetch, attaching nothing."""
+        for rid in list(self.active):
+            self.cancel(rid)
+
+    def change_policy(self, *, name: str | None = None, threshold: int | None = None) -> None:
+        """Changes the stop policy or the threshold (tokens, at least one page) from now on; None: as it is."""
+        if name is not None:
+            self.policy = replace(self.policy, name=name)
+        if threshold is not None:
+            self.policy = replace(self.policy, threshold=max(threshold, self.policy.page_size))
 
     def mark_polled(self, rids: Sequence[str]) -> None:
         """Notes which requests the scheduler wants now: only those end by policy."""
@@ -98,7 +113,7 @@ class Prefetcher:
         return np.concatenate(owned) if owned else np.empty(0, dtype=np.int64)
 
     def _refusal(self, key: Key, match: Match) -> str:
-        if self.controller.storage_io is None:
+        if self.controller.storage_io is None or not self.enabled:
             return NO_STORAGE
         if match.device_node.parent is not None and not match.device_node.backuped:
             return NOT_BACKED  # what follows a page that no lower tier has could never be reached (case 53)

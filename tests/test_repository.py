@@ -33,7 +33,7 @@ LAYERS = [
     {"kernels"},
     {"storage"},
     {"worker", "copies", "storage_io", "controller", "prefetch", "prefetcher", "requests"},
-    {"cache", "build", "engine"},
+    {"cache", "control", "build", "engine"},
     {"actors"},
     {"service"},
     {"replay", "testing", "events", "metrics"},

@@ -115,6 +115,27 @@ class TPGroup:
             raise
         return group
 
+    @classmethod
+    def connect(cls, name: str, size: int, options: GroupOptions | None = None) -> TPGroup:
+        """A running group by name. Steps go on where its last caller stopped; only one caller may step it.
+
+        Raises:
+            GroupError: an actor of the group is gone.
+        """
+        actors = []
+        for rank in range(size):
+            try:
+                actors.append(ray.get_actor(actor_name(name, rank), namespace=RAY_NAMESPACE))
+            except ValueError:
+                raise GroupError(f"group {name}: rank {rank} is not running in this Ray cluster") from None
+        group = cls(name, _Ranks(actors, None), 0, options or GroupOptions())
+        group._ranks.pids = group._call("ping")
+        positions = group._call("position")
+        if len(set(map(tuple, positions))) > 1:
+            raise GroupError(f"group {name}: ranks are at different generations and steps: {positions}")
+        group.generation, group._step = positions[0]
+        return group
+
     @property
     def size(self) -> int:
         """Number of ranks."""

@@ -89,6 +89,10 @@ class RankServer:
         answer.timings_us["total"] = (ended - began) * 1e6
         return answer.encode()
 
+    def position(self) -> tuple[int, int]:
+        """(generation, number of the next step): where a caller that takes this group over has to go on."""
+        return self.cache.generation, self.cache.next_step
+
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, and the ledger of its pools; plain numbers under stable names."""
         return self.cache.stats()

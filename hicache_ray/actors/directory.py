@@ -1,0 +1,57 @@
+"""Which services run in a Ray cluster: one small record each in Ray's internal key-value store.
+
+The record outlives the process that wrote it, so whoever finds one still has to find its actors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgpack
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
+
+KV_NAMESPACE = b"hicache_ray:services"
+
+
+@dataclass(frozen=True)
+class ServiceRecord:
+    """What is needed to find a service again.
+
+    Attributes:
+        name: of the service.
+        config: the resolved configuration, by option name.
+        options: placement and deadlines of its groups.
+        storage: name of its storage pool, or "".
+        groups: names of its groups.
+    """
+
+    name: str
+    config: dict[str, Any]
+    options: dict[str, Any]
+    storage: str
+    groups: tuple[str, ...]
+
+
+def publish(record: ServiceRecord) -> None:
+    """Writes a service's record, in place of an older one."""
+    _internal_kv_put(record.name.encode(), msgpack.packb(asdict(record)), overwrite=True, namespace=KV_NAMESPACE)
+
+
+def look_up(name: str) -> ServiceRecord | None:
+    """The record of a service, or None when there is none."""
+    packed = _internal_kv_get(name.encode(), namespace=KV_NAMESPACE)
+    if packed is None:
+        return None
+    fields = msgpack.unpackb(packed)
+    return ServiceRecord(**{**fields, "groups": tuple(fields["groups"])})
+
+
+def forget(name: str) -> None:
+    """Drops a service's record; nothing happens when there is none."""
+    _internal_kv_del(name.encode(), namespace=KV_NAMESPACE)
+
+
+def names() -> list[str]:
+    """Names of all services with a record, sorted."""
+    return sorted(key.decode() for key in _internal_kv_list(b"", namespace=KV_NAMESPACE))

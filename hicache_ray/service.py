@@ -1,0 +1,239 @@
+"""The public face: start a cache service on Ray, find a running one by name, get its groups and its store.
+
+service = hicache_ray.start(HiCacheConfig(tp_size=2, hicache_storage_backend="ray"))
+group = service.group("instance-0")
+...
+service.stop()
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import ray
+
+from hicache_ray.actors.directory import ServiceRecord, forget, look_up, publish
+from hicache_ray.actors.errors import GroupError
+from hicache_ray.actors.group import GroupOptions, TPGroup
+from hicache_ray.actors.rank import RankSpec
+from hicache_ray.actors.storage_pool import StoragePool
+from hicache_ray.config import HiCacheConfig
+
+logger = logging.getLogger("hicache_ray.service")
+
+DEFAULT_NAME = "hicache"
+DEFAULT_GROUP = "instance-0"
+
+
+class ServiceError(RuntimeError):
+    """A service can't be started or found; the text says why and what would work."""
+
+
+@dataclass(frozen=True)
+class RayStart:
+    """How Ray is started where none runs.
+
+    Attributes:
+        num_cpus: CPUs Ray may count on; None: all of the machine.
+        object_store_bytes: size of Ray's object store; None: Ray's default.
+        temp_dir: Ray's session folder; None: Ray's default.
+        dashboard: start Ray's dashboard.
+    """
+
+    num_cpus: float | None = None
+    object_store_bytes: int | None = None
+    temp_dir: str | None = None
+    dashboard: bool = False
+
+
+def start(
+    config: HiCacheConfig | None = None,
+    *,
+    name: str = DEFAULT_NAME,
+    address: str | None = None,
+    detached: bool = False,
+    options: GroupOptions | None = None,
+    ray_start: RayStart | None = None,
+) -> Service:
+    """Starts a service: joins the Ray cluster, or starts one on this machine where none runs, and starts the store.
+
+    Groups are started by `Service.group`.
+
+    Args:
+        config: what every group is configured with; it is resolved here, with one warning per adjustment.
+        name: under which others find it; one service a name.
+        address: of the Ray cluster; None: the one this process is in, else `RAY_ADDRESS`, else a new one here.
+        detached: groups and store outlive this process, until somebody calls `stop`.
+        options: placement and deadlines of the groups.
+        ray_start: how Ray is started, if it has to be.
+
+    Raises:
+        ConfigError: the configuration can't work.
+        ServiceError: a service of that name runs already.
+    """
+    resolved = (config or HiCacheConfig()).resolve().config
+    owns_ray = _enter_ray(address, ray_start or RayStart())
+    try:
+        if look_up(name) is not None:
+            raise ServiceError(
+                f"a service named {name!r} runs already: connect({name!r}), or start one of another name"
+            )
+        chosen = replace(options or GroupOptions(step_timeout=resolved.step_timeout), detached=detached)
+        storage = _start_storage(name, resolved, detached)
+        service = Service(name, resolved, storage, chosen, owns_ray=owns_ray)
+        service._publish()
+    except BaseException:
+        if owns_ray:
+            ray.shutdown()
+        raise
+    return service
+
+
+def connect(name: str = DEFAULT_NAME, *, address: str | None = None) -> Service:
+    """A service that runs already, started by this process or another.
+
+    Raises:
+        ServiceError: there is none of that name in the cluster.
+    """
+    if not ray.is_initialized():
+        ray.init(address=address or os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
+    record = look_up(name)
+    if record is None:
+        raise ServiceError(f"no service named {name!r} runs in this Ray cluster: start one with hicache_ray.start")
+    config = HiCacheConfig.from_mapping(record.config)
+    storage = StoragePool.connect(record.storage) if record.storage else None
+    options = GroupOptions(**record.options)
+    return Service(name, config, storage, options, groups={group: None for group in record.groups})
+
+
+class Service:
+    """Groups of ranks and the store they share. Made by `start` and `connect`; not thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        config: HiCacheConfig,
+        storage: StoragePool | None,
+        options: GroupOptions,
+        *,
+        groups: Mapping[str, TPGroup | None] | None = None,
+        owns_ray: bool = False,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.storage = storage
+        self.options = options
+        self._groups: dict[str, TPGroup | None] = dict(groups or {})
+        self._owns_ray = owns_ray
+        self._stopped = False
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the groups of this service."""
+        return tuple(self._groups)
+
+    def group(
+        self,
+        name: str = DEFAULT_GROUP,
+        *,
+        engine: str = "",
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> TPGroup:
+        """The group of that name; it is started where there is none yet.
+
+        Args:
+            name: of the model instance.
+            engine: import path of the model's hook ("package.module:Class"), for a new group.
+            engine_options: given to it.
+
+        Raises:
+            GroupError: the group can't be started, or its actors are gone.
+        """
+        if self._stopped:
+            raise GroupError(f"service {self.name} is stopped")
+        known = self._groups.get(name)
+        if known is not None:
+            return known
+        full = f"{self.name}:{name}"
+        if name in self._groups:
+            group = TPGroup.connect(full, self.config.tp_size, self.options)
+        else:
+            group = TPGroup.create(self._specs(full, engine, engine_options or {}), self.options)
+        self._groups[name] = group
+        self._publish()
+        return group
+
+    def stop(self) -> None:
+        """Ends the groups and the store, and Ray if `start` started it. May be called twice."""
+        if self._stopped:
+            return
+        self._stopped = True
+        for name, group in self._groups.items():
+            try:
+                running = group or TPGroup.connect(f"{self.name}:{name}", self.config.tp_size, self.options)
+                running.stop()
+            except GroupError as error:
+                logger.warning("group %s was gone when the service stopped: %s", name, error)
+        if self.storage is not None:
+            self.storage.stop()
+        forget(self.name)
+        if self._owns_ray:
+            ray.shutdown()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _specs(self, group: str, engine: str, engine_options: Mapping[str, Any]) -> list[RankSpec]:
+        storage = self.storage.client_options() if self.storage is not None else {}
+        return [
+            RankSpec(group, rank, self.config, storage, engine, dict(engine_options))
+            for rank in range(self.config.tp_size)
+        ]
+
+    def _publish(self) -> None:
+        publish(
+            ServiceRecord(
+                name=self.name,
+                config=asdict(self.config),
+                options=asdict(self.options),
+                storage=self.storage.name if self.storage is not None else "",
+                groups=tuple(self._groups),
+            )
+        )
+
+
+def _enter_ray(address: str | None, settings: RayStart) -> bool:
+    """Connects this process to Ray; True when a cluster was started for it."""
+    if ray.is_initialized():
+        return False
+    target = address or os.environ.get("RAY_ADDRESS")
+    if target:
+        ray.init(address=target, log_to_driver=False)
+        return False
+    arguments: dict[str, Any] = {
+        "num_cpus": settings.num_cpus,
+        "object_store_memory": settings.object_store_bytes,
+        "_temp_dir": settings.temp_dir,
+    }
+    given = {name: value for name, value in arguments.items() if value is not None}
+    ray.init(address="local", include_dashboard=settings.dashboard, log_to_driver=False, **given)
+    return True
+
+
+def _start_storage(name: str, config: HiCacheConfig, detached: bool) -> StoragePool | None:
+    if config.hicache_storage_backend != "ray":
+        return None
+    return StoragePool.start(
+        f"{name}:storage",
+        actors=config.storage_actors,
+        bytes_per_actor=config.storage_actor_bytes,
+        replicas=config.storage_replicas,
+        detached=detached,
+    )
