@@ -42,6 +42,8 @@ from hicache_ray.storage.arena_layout import (
 )
 from hicache_ray.storage.base import Bytes
 
+PREFAULT_BYTES = 16 << 20
+
 
 class Survivor(NamedTuple):
     """A valid slot found when an arena is opened again."""
@@ -121,10 +123,12 @@ class ArenaMapping:
 
     def prefault(self) -> None:
         """Map every page of the segments into this process now, so that no copy pays for it later."""
-        start = self.geometry.data_start
+        start, end = self.geometry.data_start, self.geometry.file_bytes
         populate = getattr(mmap, "MADV_POPULATE_WRITE", 23)
         try:
-            self._mapping.madvise(populate, start, self.geometry.file_bytes - start)
+            # In pieces, because madvise keeps the interpreter lock.
+            for at in range(start, end, PREFAULT_BYTES):
+                self._mapping.madvise(populate, at, min(PREFAULT_BYTES, end - at))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise ArenaError(f"the arena {self.path} can't be mapped as a whole: {error}") from error

@@ -94,6 +94,10 @@ class ShardService:
 
         return self._answer(message, read), pages
 
+    def clear(self, label: bytes | None = None) -> bytes:
+        """Drop all pages, or a namespace label's -> the number of dropped pages, 8 bytes little endian."""
+        return self._reply(OK, 0, self.shard.clear(label).to_bytes(8, "little"))
+
     def release(self, lease: int, suspects: bytes = b"") -> None:
         """See `Shard.release`; `suspects` are int64 slots."""
         self.shard.release(lease, np.frombuffer(suspects, np.int64).tolist())

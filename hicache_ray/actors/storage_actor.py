@@ -1,0 +1,232 @@
+"""A storage actor: one member of the L3 pool, a shard on an arena in shared memory (DESIGN 6).
+
+An actor that dies is started again by Ray, on its old node where that lives, and serves what its arena holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+
+from hicache_ray.storage.arena import Arena
+from hicache_ray.storage.arena_files import SHARED_MEMORY, Process, arena_path, sweep
+from hicache_ray.storage.arena_layout import ArenaError, ArenaGeometry, ArenaLocked
+from hicache_ray.storage.base import Bytes
+from hicache_ray.storage.membership import Membership
+from hicache_ray.storage.ray_channel import PoolDirectory
+from hicache_ray.storage.service import ShardService
+from hicache_ray.storage.shard import NamespaceLimit, Shard, ShardStats
+
+logger = logging.getLogger("hicache_ray.actors.storage_actor")
+
+LOCK_WAIT_SECONDS = 30.0
+"""How long a restarted actor waits until its dead predecessor lets go of the arena: a large one takes long to unmap."""
+
+
+@dataclass(frozen=True)
+class StorageActorSpec:
+    """What a storage actor is made from, also after a restart.
+
+    Attributes:
+        service, namespace, token: the pool it belongs to.
+        member: its name in the pool.
+        budget_bytes: bytes of pages it may hold.
+        segment_bytes: size of the arena's segments; None: chosen from the budget.
+        policy: eviction policy ("lru", "lfu", "fifo", "s3fifo").
+        limits: quotas and TTL by namespace label.
+        lease_seconds: after which a silent client's leases and reservations end.
+        folder: where the arena lies; must be in memory.
+        detached: whether the actor outlives the driver that made it.
+    """
+
+    service: str
+    namespace: str
+    token: str
+    member: str
+    budget_bytes: int
+    segment_bytes: int | None = None
+    policy: str = "lru"
+    limits: Mapping[str, NamespaceLimit] = field(default_factory=dict)
+    lease_seconds: float = 30.0
+    folder: str = str(SHARED_MEMORY)
+    detached: bool = False
+
+
+class StorageActorInfo(NamedTuple):
+    """What an actor says about itself; `start_seconds` is the time it took to make or open its arena and touch it."""
+
+    member: str
+    pid: int
+    node_id: str
+    path: str
+    arena_id: int
+    epoch: int
+    reopened_pages: int
+    reconstructed: bool
+    start_seconds: float
+
+
+ACTOR_OPTIONS: Mapping[str, Any] = {
+    "num_cpus": 0,
+    "max_restarts": -1,
+    "max_task_retries": 0,
+    "concurrency_groups": {"io": 4, "ctl": 1},
+}
+"""How `StorageActor` is made a Ray actor. No call is repeated by Ray: a client that got no answer decides itself."""
+
+
+class StorageActor:
+    """See the module. Messages are those of `ShardService`; a call may be repeated, every mutation is idempotent."""
+
+    def __init__(self, spec: StorageActorSpec) -> None:
+        started = time.perf_counter()
+        context = ray.get_runtime_context()
+        self._spec = spec
+        self._node_id = str(context.get_node_id())
+        self._reconstructed = bool(context.was_current_actor_reconstructed)
+        sweep(Path(spec.folder), _Staleness())
+        self._arena = self._open_arena()
+        self._arena.prefault()
+        shard = Shard(self._arena, policy=spec.policy, limits=spec.limits, lease_seconds=spec.lease_seconds)
+        membership = PoolDirectory(spec.service, spec.namespace).read()
+        self._service = ShardService(shard, membership or Membership(0, (spec.member,)))
+        self._start_seconds = time.perf_counter() - started
+
+    @ray.method(concurrency_group="ctl")
+    def describe(self) -> tuple[str, int]:
+        """Path and id of the arena."""
+        return str(self._arena.path), self._arena.arena_id
+
+    @ray.method(concurrency_group="io")
+    def exists(self, message: bytes) -> bytes:
+        """See `ShardService`, as for the next ones."""
+        return self._service.exists(message)
+
+    @ray.method(concurrency_group="io")
+    def reserve(self, message: bytes) -> bytes:
+        return self._service.reserve(message)
+
+    @ray.method(concurrency_group="io")
+    def commit(self, message: bytes, data: Bytes | None = None) -> bytes:
+        return self._service.commit(message, data)
+
+    @ray.method(concurrency_group="io")
+    def abort(self, reservation: int) -> None:
+        self._service.abort(reservation)
+
+    @ray.method(concurrency_group="io")
+    def acquire(self, message: bytes) -> bytes:
+        return self._service.acquire(message)
+
+    @ray.method(concurrency_group="io")
+    def read(self, message: bytes) -> tuple[bytes, Bytes]:
+        return self._service.read(message)
+
+    @ray.method(concurrency_group="io")
+    def release(self, lease: int, suspects: bytes = b"") -> None:
+        self._service.release(lease, suspects)
+
+    @ray.method(concurrency_group="ctl")
+    def clear(self, label: bytes | None = None) -> bytes:
+        return self._service.clear(label)
+
+    @ray.method(concurrency_group="ctl")
+    def set_membership(self, message: bytes) -> int:
+        return self._service.set_membership(message)
+
+    @ray.method(concurrency_group="ctl")
+    def stats(self) -> ShardStats:
+        """State and counters of the shard."""
+        return self._service.shard.stats()
+
+    @ray.method(concurrency_group="ctl")
+    def info(self) -> StorageActorInfo:
+        """What this actor is and where."""
+        return StorageActorInfo(
+            member=self._spec.member,
+            pid=os.getpid(),
+            node_id=self._node_id,
+            path=str(self._arena.path),
+            arena_id=self._arena.arena_id,
+            epoch=self._service.membership.epoch,
+            reopened_pages=self._service.shard.stats().reopened,
+            reconstructed=self._reconstructed,
+            start_seconds=self._start_seconds,
+        )
+
+    @ray.method(concurrency_group="ctl")
+    def spec(self) -> StorageActorSpec:
+        """What this actor was made from."""
+        return self._spec
+
+    @ray.method(concurrency_group="ctl")
+    def audit(self, read_pages: bool) -> str:
+        """What is wrong with the shard, "" when nothing is; see `Shard.check_integrity`."""
+        try:
+            self._service.shard.check_integrity(read_pages=read_pages)
+        except AssertionError as error:
+            return str(error) or "inconsistent"
+        return ""
+
+    @ray.method(concurrency_group="ctl")
+    def shut_down(self) -> None:
+        """Delete the arena: its pages are gone when the last process lets go of it. The actor is to be killed next."""
+        self._arena.remove()
+
+    def _open_arena(self) -> Arena:
+        spec = self._spec
+        path = arena_path(Path(spec.folder), spec.member, spec.token)
+        if self._reconstructed:
+            arena = _take_over(path)
+            if arena is not None:
+                return arena
+        return Arena.create(path, ArenaGeometry.of(spec.budget_bytes, spec.segment_bytes), self._owner_facts())
+
+    def _owner_facts(self) -> dict[str, str | int]:
+        raylet = Process.running(os.getppid()) or Process(0, 0)
+        return {
+            "service": self._spec.service,
+            "namespace": self._spec.namespace,
+            "token": self._spec.token,
+            "member": self._spec.member,
+            "raylet_pid": raylet.pid,
+            "raylet_started": raylet.started,
+        }
+
+
+class _Staleness:
+    """Whether the actor that made an arena can't come back: its node's Ray is gone, or its pool is."""
+
+    def __init__(self) -> None:
+        self._own_raylet = Process.running(os.getppid())
+
+    def __call__(self, owner: Mapping[str, Any]) -> bool:
+        raylet = Process(owner.get("raylet_pid", 0), owner.get("raylet_started", 0))
+        if not raylet.alive:
+            return True
+        if raylet != self._own_raylet:
+            return False
+        membership = PoolDirectory(owner.get("service", ""), owner.get("namespace", "")).read()
+        return membership is None or membership.token != owner.get("token") or owner["member"] not in membership.members
+
+
+def _take_over(path: Path) -> Arena | None:
+    """The arena of this actor's dead predecessor, None when there is none that can be read (another node, damaged)."""
+    deadline = time.monotonic() + LOCK_WAIT_SECONDS
+    while True:
+        try:
+            return Arena.open(path)
+        except ArenaLocked:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        except (FileNotFoundError, ArenaError) as error:
+            logger.warning("starting with an empty arena, the old one can't be used: %s", error)
+            return None

@@ -1,0 +1,332 @@
+"""The storage pool (L3) as its driver sees it: starts and stops the actors, changes who is a member, counts, audits.
+
+Clients (`RayPoolStorage`) need only the pool's name: they find its members in the directory and the actors by name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import itertools
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hicache_ray.actors.storage_actor import ACTOR_OPTIONS, StorageActor, StorageActorInfo, StorageActorSpec
+from hicache_ray.storage.arena import remove_if_unlocked
+from hicache_ray.storage.arena_files import SHARED_MEMORY, arenas_of
+from hicache_ray.storage.arena_layout import ArenaLocked
+from hicache_ray.storage.channel import ChannelError, Deadline, Pending
+from hicache_ray.storage.membership import Membership
+from hicache_ray.storage.pool_options import DEFAULT_POOL, actor_name
+from hicache_ray.storage.ray_channel import DirectoryConflict, PoolDirectory, RayChannel
+from hicache_ray.storage.shard import NamespaceLimit, ShardStats, namespace_label
+from hicache_ray.storage.wire import Reply
+
+logger = logging.getLogger("hicache_ray.actors.storage_pool")
+
+CALL_SECONDS = 30.0
+STOP_SECONDS = 10.0
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class StoragePoolError(RuntimeError):
+    """A pool that can't be started, found or changed."""
+
+
+@dataclass(frozen=True)
+class StoragePoolConfig:
+    """What a storage pool is made from.
+
+    Attributes:
+        name: found under it, one pool a name and Ray namespace. Letters, digits, "_", ".", "-", at most 64.
+        actors: storage actors at start, spread over the nodes.
+        bytes_per_actor: pages each may hold.
+        replicas: actors that hold each page.
+        policy: eviction policy of each actor.
+        limits: quotas (per actor) and TTL by namespace label.
+        namespace: Ray namespace; None: the driver's.
+        detached: the actors outlive the driver; else they end with it.
+        nodes: ids of the nodes for the actors, in turn; empty: all living nodes, the driver's first.
+        segment_bytes, lease_seconds, folder: see `StorageActorSpec`.
+        start_timeout: seconds until every actor must be ready.
+    """
+
+    name: str = DEFAULT_POOL
+    actors: int = 1
+    bytes_per_actor: int = 1 << 30
+    replicas: int = 1
+    policy: str = "lru"
+    limits: Mapping[str, NamespaceLimit] = field(default_factory=dict)
+    namespace: str | None = None
+    detached: bool = False
+    nodes: Sequence[str] = ()
+    segment_bytes: int | None = None
+    lease_seconds: float = 30.0
+    folder: str = str(SHARED_MEMORY)
+    start_timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is no name for a pool: use 1 to 64 letters, digits, '_', '.' or '-'")
+        if self.actors < 1 or self.replicas < 1:
+            raise ValueError(f"a pool needs at least 1 actor and 1 replica, not {self.actors} and {self.replicas}")
+        if self.replicas > self.actors:
+            raise ValueError(f"{self.replicas} replicas need as many actors, the pool has {self.actors}")
+
+
+class StoragePoolHandle(NamedTuple):
+    """Where a pool is found; can be passed to actors and other processes."""
+
+    name: str
+    namespace: str
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """The `StorageConfig.extra` of a "ray" backend on this pool, with further options of that backend."""
+        return {"pool": self.name, "namespace": self.namespace, **more}
+
+
+class StoragePool:
+    """A running pool. Made by `start` or `connect`; as a context manager it stops the pool at the end."""
+
+    def __init__(self, handle: StoragePoolHandle, membership: Membership, spec: StorageActorSpec | None = None) -> None:
+        self.handle = handle
+        self.membership = membership
+        self._spec = spec
+        self._actors: dict[str, Any] = {}
+        self._published = True
+        self._directory = PoolDirectory(handle.name, handle.namespace)
+
+    @classmethod
+    def start(cls, config: StoragePoolConfig) -> StoragePool:
+        """Start the actors of a new pool and wait until each has its arena.
+
+        Raises:
+            StoragePoolError: a pool of that name runs, or an actor can't start (the text says why). Nothing is left.
+        """
+        handle = StoragePoolHandle(config.name, config.namespace or str(ray.get_runtime_context().namespace))
+        if PoolDirectory(*handle).read() is not None:
+            raise StoragePoolError(f"a storage pool {config.name!r} runs in the namespace {handle.namespace!r} already")
+        members = tuple(f"{config.name}-{number}" for number in range(config.actors))
+        membership = Membership(1, members, config.replicas, secrets.token_hex(4))
+        pool = cls(handle, membership, _spec_of(config, handle, membership.token))
+        pool._published = False
+        try:
+            pool._start_actors(members, config.nodes or _living_nodes(), config.start_timeout)
+            pool._publish(pool.membership)
+        except BaseException:
+            pool.stop()
+            raise
+        if not config.detached:
+            atexit.register(pool.stop)
+        return pool
+
+    @classmethod
+    def connect(cls, name: str = DEFAULT_POOL, namespace: str | None = None) -> StoragePool:
+        """A pool that runs already; StoragePoolError when there is none."""
+        handle = StoragePoolHandle(name, namespace or str(ray.get_runtime_context().namespace))
+        membership = PoolDirectory(*handle).read()
+        if membership is None:
+            raise StoragePoolError(f"there is no storage pool {name!r} in the namespace {handle.namespace!r}")
+        return cls(handle, membership)
+
+    def info(self) -> dict[str, StorageActorInfo | None]:
+        """What each member says about itself; None for one that is away."""
+        return self._call_all("info")
+
+    def stats(self) -> dict[str, ShardStats | None]:
+        """State and counters of each member; None for one that is away."""
+        return self._call_all("stats")
+
+    def audit(self, *, read_pages: bool = False) -> dict[str, str | None]:
+        """What is wrong with each member's pages: "" when nothing is, None for a member that is away.
+
+        Args:
+            read_pages: also compare every page with its checksum.
+        """
+        return self._call_all("audit", read_pages)
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Drop all pages, or those of one namespace label; the number of dropped pages.
+
+        Raises:
+            StoragePoolError: members were away; the others are cleared.
+        """
+        label = None if namespace is None else namespace_label(namespace)
+        answers = self._call_all("clear", label)
+        away = [member for member, answer in answers.items() if answer is None]
+        if away:
+            raise StoragePoolError(f"storage actors {', '.join(away)} are away and were not cleared")
+        return sum(int.from_bytes(Reply.unpack(answer).payload, "little") for answer in answers.values())
+
+    def add_member(self, node_id: str | None = None, timeout: float = 120.0) -> str:
+        """Start one more actor and make it a member; its name. A page that it owns now is a miss until it is stored
+        again, unless another of its holders has it.
+
+        Raises:
+            StoragePoolError: it can't start, or the membership was changed by somebody else meanwhile.
+        """
+        numbers = [int(member.rpartition("-")[2]) for member in self.membership.members]
+        member = f"{self.handle.name}-{max(numbers) + 1}"
+        self._start_actors([member], [node_id] if node_id else _living_nodes(), timeout)
+        self._publish(self.membership.joined_by(member))
+        return member
+
+    def remove_member(self, member: str) -> None:
+        """Take an actor out of the pool and end it; its pages are gone, unless they have other holders.
+
+        Raises:
+            ValueError: there is no such member, or it is the last.
+            StoragePoolError: the membership was changed by somebody else meanwhile.
+        """
+        self._publish(self.membership.left_by(member))
+        self._end_actors([member])
+
+    def stop(self) -> None:
+        """End the actors and delete their arenas. Idempotent, also after `ray.shutdown`."""
+        atexit.unregister(self.stop)
+        if ray.is_initialized():
+            if self._published:
+                self._directory.remove()
+            self._end_actors(self.membership.members if self._published else list(self._actors))
+        self._delete_arenas()
+
+    def __enter__(self) -> StoragePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _start_actors(self, members: Sequence[str], nodes: Sequence[str], timeout: float) -> None:
+        spec = self._known_spec()
+        remote: Any = ray.remote
+        actor_class = remote(**ACTOR_OPTIONS)(StorageActor)
+        for member, node in zip(members, itertools.cycle(nodes), strict=False):
+            options = actor_class.options(
+                name=actor_name(member),
+                namespace=self.handle.namespace,
+                lifetime="detached" if spec.detached else None,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+            )
+            try:
+                # Kept: an actor that is not detached ends with the last handle of its maker.
+                self._actors[member] = options.remote(dataclasses.replace(spec, member=member))
+            except ValueError as error:
+                raise StoragePoolError(f"storage actor {member} can't start: {error}") from error
+        deadline = Deadline(timeout)
+        for member, reference in [(member, self._actors[member].info.remote()) for member in members]:
+            try:
+                ray.get(reference, timeout=deadline.remaining())
+            except ray.exceptions.GetTimeoutError:
+                raise StoragePoolError(f"storage actor {member} was not ready within {timeout} s") from None
+            except ray.exceptions.RayError as error:
+                raise StoragePoolError(f"storage actor {member} can't start: {error}") from error
+
+    def _publish(self, membership: Membership) -> None:
+        """Write the membership down, then tell the members: clients learn it from them."""
+        try:
+            self._directory.publish(membership)
+        except DirectoryConflict as error:
+            raise StoragePoolError(str(error)) from error
+        self.membership = membership
+        self._published = True
+        self._call_all("set_membership", membership.pack())
+
+    def _known_spec(self) -> StorageActorSpec:
+        """The spec the members are made from; of a pool that was connected to, a member tells it."""
+        if self._spec is None:
+            answers = [answer for answer in self._call_all("spec").values() if answer is not None]
+            if not answers:
+                raise StoragePoolError("no member of the pool answers, so it is not known how to make one")
+            self._spec = answers[0]
+        return self._spec
+
+    def _call_all(self, method: str, *args: Any) -> dict[str, Any]:
+        """The members' answers, all asked at once; None for one that gave none."""
+        calls: dict[str, Pending | None] = {}
+        for member in self.membership.members:
+            try:
+                calls[member] = self._channel(member).call(method, *args)
+            except ChannelError as error:
+                logger.warning("storage actor %s is away: %s", member, error)
+                calls[member] = None
+        deadline = Deadline(CALL_SECONDS)
+        return {member: _answer(member, call, deadline) for member, call in calls.items()}
+
+    def _channel(self, member: str) -> RayChannel:
+        return RayChannel(actor_name(member), self.handle.namespace, CALL_SECONDS)
+
+    def _end_actors(self, members: Sequence[str]) -> None:
+        for member in members:
+            try:
+                handle = ray.get_actor(actor_name(member), namespace=self.handle.namespace)
+            except ValueError:
+                continue
+            try:
+                ray.get(handle.shut_down.remote(), timeout=STOP_SECONDS)
+            except ray.exceptions.RayError as error:
+                logger.warning("storage actor %s did not delete its arena, it is swept later: %s", member, error)
+            ray.kill(handle, no_restart=True)
+
+    def _delete_arenas(self) -> None:
+        """Delete what dead actors of this pool left on this node; waits for those that are dying."""
+        folder = Path(self._spec.folder) if self._spec is not None else SHARED_MEMORY
+        deadline = Deadline(STOP_SECONDS)
+        for path in arenas_of(folder, self.membership.token):
+            while not _deleted(path):
+                if not deadline.remaining():
+                    logger.warning("the arena %s still has an owner, it is swept later", path)
+                    break
+                time.sleep(0.05)
+
+
+def _deleted(path: Path) -> bool:
+    try:
+        remove_if_unlocked(path)
+    except ArenaLocked:
+        return False
+    return True
+
+
+def _answer(member: str, call: Pending | None, deadline: Deadline) -> Any:
+    if call is None:
+        return None
+    try:
+        return call.result(deadline.remaining())
+    except ChannelError as error:
+        logger.warning("storage actor %s is away: %s", member, error)
+        return None
+
+
+def _spec_of(config: StoragePoolConfig, handle: StoragePoolHandle, token: str) -> StorageActorSpec:
+    return StorageActorSpec(
+        service=handle.name,
+        namespace=handle.namespace,
+        token=token,
+        member="",
+        budget_bytes=config.bytes_per_actor,
+        segment_bytes=config.segment_bytes,
+        policy=config.policy,
+        limits=dict(config.limits),
+        lease_seconds=config.lease_seconds,
+        folder=config.folder,
+        detached=config.detached,
+    )
+
+
+def _living_nodes() -> list[str]:
+    """Ids of the nodes, this process's first."""
+    own = ray.get_runtime_context().get_node_id()
+    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return sorted(living, key=lambda node: (node != own, node))

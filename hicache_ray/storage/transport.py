@@ -1,0 +1,160 @@
+"""How the bytes of a page travel between a client's host pool and a storage actor's arena.
+
+On the same node through the mapped arena, from another node through Ray's object store; the caller does not see which.
+
+A writer stands for one reservation, a reader for one lease; both belong to one thread at a time, except that `store`
+and `load` of different pages may run in several.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from hicache_ray.storage.arena import ArenaMapping
+from hicache_ray.storage.base import Bytes
+from hicache_ray.storage.channel import Pending
+from hicache_ray.storage.copying import load_page, store_page
+from hicache_ray.storage.member import Answer, Member
+from hicache_ray.storage.shard import GRANTED, Flags
+from hicache_ray.storage.wire import Commit, Reply
+
+
+class PageWriter(Protocol):
+    """Writes the granted pages of one reservation; page k is the k-th granted one."""
+
+    def store(self, k: int, page: Bytes) -> bool:
+        """Bring a host page [..., segment_bytes] on its way; True."""
+
+    def commit(self, good: Flags) -> Pending | None:
+        """Make the stored pages among `good` (one flag per granted page) visible; the answer is a flag per page."""
+
+    def abort(self) -> None:
+        """Give the reservation up."""
+
+
+class PageReader(Protocol):
+    """Reads the granted pages of one lease; page k is the k-th granted one."""
+
+    def load(self, k: int, page: Bytes) -> bool:
+        """Fill a host page [..., segment_bytes]; False when its bytes are not those that were stored."""
+
+    def finish(self) -> None:
+        """End the lease. No `load` may follow."""
+
+    @property
+    def suspects(self) -> list[int]:
+        """Slots whose bytes were not those that were stored."""
+
+
+def read_method(member: Member) -> str:
+    """The call that reads from a member: for grants in its mapped arena, or for the pages themselves."""
+    return "acquire" if member.mapping is not None else "read"
+
+
+def writer_of(member: Member, reply: Reply, length: int) -> PageWriter:
+    """The writer for a reservation of pages of `length` bytes."""
+    mapping = member.mapped(reply.arena_id)
+    return _ArenaWriter(member, reply, length, mapping) if mapping is not None else _ArrayWriter(member, reply, length)
+
+
+def reader_of(member: Member, answer: Answer, length: int) -> PageReader | None:
+    """The reader for the answer to a member's `read_method`.
+
+    None when the answer's arena is not the one that is mapped: its lease is ended, the next call will be made right.
+    """
+    if not answer.reply.id:
+        return _ArrayReader(answer)
+    mapping = member.mapped(answer.reply.arena_id)
+    if mapping is None:
+        member.send("release", answer.reply.id)
+        return None
+    return _ArenaReader(member, answer.reply, length, mapping)
+
+
+class _ArenaWriter:
+    def __init__(self, member: Member, reply: Reply, length: int, mapping: ArenaMapping) -> None:
+        grants = reply.grants
+        self._member = member
+        self._reservation = reply.id
+        self._length = length
+        self._mapping = mapping
+        self._offsets: list[int] = grants["offset"][grants["status"] == GRANTED].tolist()
+        self._checksums = np.zeros(len(self._offsets), np.uint64)
+
+    def store(self, k: int, page: Bytes) -> bool:
+        self._checksums[k] = store_page(self._mapping.data(self._offsets[k], self._length), page)
+        return True
+
+    def commit(self, good: Flags) -> Pending | None:
+        return self._member.start("commit", Commit(self._reservation, self._checksums, good).pack())
+
+    def abort(self) -> None:
+        self._member.send("abort", self._reservation)
+
+
+class _ArrayWriter:
+    """Gathers the pages into one array that travels with the commit."""
+
+    def __init__(self, member: Member, reply: Reply, length: int) -> None:
+        count = int((reply.grants["status"] == GRANTED).sum())
+        self._member = member
+        self._reservation = reply.id
+        self._pages = member.scratch(count, length)
+        self._checksums = np.zeros(count, np.uint64)
+
+    def store(self, k: int, page: Bytes) -> bool:
+        self._checksums[k] = store_page(self._pages[k], page)
+        return True
+
+    def commit(self, good: Flags) -> Pending | None:
+        message = Commit(self._reservation, self._checksums, good).pack()
+        return self._member.start("commit", message, self._pages)
+
+    def abort(self) -> None:
+        self._member.send("abort", self._reservation)
+
+
+class _ArenaReader:
+    def __init__(self, member: Member, reply: Reply, length: int, mapping: ArenaMapping) -> None:
+        granted = reply.grants[reply.grants["status"] == GRANTED]
+        self._member = member
+        self._lease = reply.id
+        self._length = length
+        self._mapping = mapping
+        self._slots: list[int] = granted["slot"].tolist()
+        self._offsets: list[int] = granted["offset"].tolist()
+        self._generations: list[int] = granted["generation"].tolist()
+        self._checksums: list[int] = granted["checksum"].tolist()
+        self._header_generations = mapping.headers["generation"]
+        self.suspects: list[int] = []
+
+    def load(self, k: int, page: Bytes) -> bool:
+        checksum = load_page(page, self._mapping.data(self._offsets[k], self._length))
+        slot = self._slots[k]
+        if checksum == self._checksums[k] and self._header_generations[slot] == self._generations[k]:
+            return True
+        self.suspects.append(slot)
+        return False
+
+    def finish(self) -> None:
+        self._member.send("release", self._lease, np.array(self.suspects, np.int64).tobytes())
+
+
+class _ArrayReader:
+    def __init__(self, answer: Answer) -> None:
+        granted = answer.reply.grants[answer.reply.grants["status"] == GRANTED]
+        self._pages = answer.pages
+        self._slots: list[int] = granted["slot"].tolist()
+        self._checksums: list[int] = granted["checksum"].tolist()
+        self.suspects: list[int] = []
+
+    def load(self, k: int, page: Bytes) -> bool:
+        if k < len(self._pages) and load_page(page, self._pages[k]) == self._checksums[k]:
+            return True
+        self.suspects.append(self._slots[k])
+        return False
+
+    def finish(self) -> None:
+        return

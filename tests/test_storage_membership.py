@@ -1,0 +1,113 @@
+"""Who holds which page, and the messages that say so (DESIGN 6)."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from hicache_ray.storage.membership import Membership
+from hicache_ray.storage.shard import GRANT
+from hicache_ray.storage.wire import Commit, Reply, Request, WireError
+
+HASHES = [hashlib.sha256(bytes([n % 256, n // 256])).digest() for n in range(4000)]
+
+
+def names(membership: Membership) -> np.ndarray:
+    return np.array(membership.members)[membership.owners(HASHES)]
+
+
+def test_members_get_equal_shares() -> None:
+    shares = np.unique(names(Membership(1, ("a", "b", "c", "d"))), return_counts=True)[1]
+    assert shares.min() > 900 and shares.max() < 1100
+
+
+def test_hashes_that_differ_in_their_last_bytes_only_are_spread() -> None:
+    hashes = [number.to_bytes(32, "big") for number in range(1000)]
+    shares = np.bincount(Membership(1, ("a", "b")).owners(hashes)[:, 0])
+    assert shares.min() > 400
+
+
+def test_holders_are_different_and_best_first() -> None:
+    owners = names(Membership(1, ("a", "b", "c"), replicas=2))
+    assert owners.shape == (4000, 2) and np.all(owners[:, 0] != owners[:, 1])
+    assert np.array_equal(owners[:, :1], names(Membership(1, ("a", "b", "c"))))
+
+
+def test_the_order_of_members_does_not_matter() -> None:
+    assert np.array_equal(names(Membership(1, ("a", "b", "c"))), names(Membership(1, ("c", "a", "b"))))
+
+
+def test_a_join_and_a_leave_move_one_share_only() -> None:
+    before = Membership(1, ("a", "b", "c"))
+    after = before.joined_by("d")
+    moved = names(before) != names(after)
+    assert after.epoch == 2 and 0.2 < moved.mean() < 0.3 and set(names(after)[moved]) == {"d"}
+    assert np.array_equal(names(after.left_by("d")), names(before))
+
+
+def test_placement_is_the_same_everywhere_and_for_ever() -> None:
+    """Golden: clients of different versions and machines must agree."""
+    assert Membership(1, ("pool-0", "pool-1", "pool-2")).owners(HASHES[:12])[:, 0].tolist() == [
+        2,
+        0,
+        1,
+        0,
+        2,
+        0,
+        1,
+        0,
+        0,
+        1,
+        1,
+        0,
+    ]
+
+
+def test_more_replicas_than_members() -> None:
+    assert Membership(1, ("a",), replicas=3).owners(HASHES[:2]).tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize("members", [(), ("a", "a")])
+def test_bad_members(members: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="different names"):
+        Membership(1, members)
+    with pytest.raises(ValueError, match="at least 1"):
+        Membership(1, ("a",), replicas=0)
+
+
+def test_leaving_without_being_a_member() -> None:
+    with pytest.raises(ValueError, match="'x' is no member"):
+        Membership(1, ("a", "b")).left_by("x")
+
+
+def test_messages_survive_the_wire() -> None:
+    membership = Membership(3, ("a", "b"), 2, "t")
+    assert Membership.unpack(membership.pack()) == membership
+    request = Request(7, [b"abc", b"def"], 4096, b"tenant")
+    assert Request.unpack(request.pack()) == request
+    assert Request.unpack(Request(1, []).pack()) == Request(1, [])
+    reply = Reply(0, 1, 2, 3, np.zeros(2, GRANT).tobytes())
+    assert Reply.unpack(reply.pack()) == reply and len(reply.grants) == 2
+    commit = Commit.unpack(Commit(9, np.array([1, 2], np.uint64), np.array([True, False])).pack())
+    assert (commit.reservation, commit.checksums.tolist(), commit.good.tolist()) == (9, [1, 2], [True, False])
+
+
+@pytest.mark.parametrize("message", [b"", b"x" * 10, b"\0" * 64, Request(1, [b"k"]).pack() + b"x"])
+def test_other_messages_are_refused(message: bytes) -> None:
+    with pytest.raises(WireError, match="can't be read"):
+        Request.unpack(message)
+
+
+def test_other_replies_and_commits_are_refused() -> None:
+    for message in (b"", b"\xff" * 64):
+        with pytest.raises(WireError, match="can't be read"):
+            Reply.unpack(message)
+    with pytest.raises(WireError, match="can't be read"):
+        Commit.unpack(b"12345")
+
+
+def test_keys_of_one_request_have_one_length() -> None:
+    with pytest.raises(WireError, match="one length"):
+        Request(1, [b"a", b"bc"]).pack()
