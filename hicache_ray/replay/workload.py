@@ -39,12 +39,14 @@ class Workload:
     Attributes:
         name: what the user named.
         total: number of requests.
+        longest: tokens of the longest request with its answer.
         make: begins the requests from the first one.
         blocks: the trace a replay of the index alone walks; None where the workload has no blocks.
     """
 
     name: str
     total: int
+    longest: int
     make: Callable[[], Iterator[ReplayRequest]]
     blocks: BlockTrace | None = None
 
@@ -69,7 +71,7 @@ def load_workload(
     if source == chat.NAME or source.startswith(chat.PREFIX):
         spec = chat.ChatSpec.parse(source)
         total = spec.requests if limit is None else min(limit, spec.requests)
-        return Workload(source, total, lambda: islice(chat.chat_requests(spec, seed), total))
+        return _made(source, total, lambda: islice(chat.chat_requests(spec, seed), total))
     return _trace_workload(source, limit, seed, block_tokens)
 
 
@@ -90,7 +92,12 @@ def _trace_workload(source: str, limit: int | None, seed: int, block_tokens: int
 def _fixed(source: str, requests: list[ReplayRequest]) -> Workload:
     if not requests:
         raise TraceError(f"{source}: holds no requests")
-    return Workload(source, len(requests), lambda: iter(requests))
+    return _made(source, len(requests), lambda: iter(requests))
+
+
+def _made(source: str, total: int, make: Callable[[], Iterator[ReplayRequest]]) -> Workload:
+    longest = max(len(request.prompt) + len(request.output) for request in make())
+    return Workload(source, total, longest, make)
 
 
 def _block_workload(source: str, trace: list[TraceRequest], seed: int, block_tokens: int) -> Workload:
@@ -120,7 +127,11 @@ def _block_workload(source: str, trace: list[TraceRequest], seed: int, block_tok
                 output=_answer(index, _scaled(request.output_length, block_tokens), seed),
             )
 
-    return Workload(source, len(trace), make, BlockTrace(len(numbers), block_tokens, requests))
+    longest = max(
+        tokens + _scaled(request.output_length, block_tokens)
+        for request, (_, tokens) in zip(trace, requests, strict=True)
+    )
+    return Workload(source, len(trace), longest, make, BlockTrace(len(numbers), block_tokens, requests))
 
 
 def block_token_ids(blocks: Tokens, block_tokens: int, seed: int) -> Tokens:

@@ -1,0 +1,79 @@
+"""The command line: `hicache-ray replay`, `demo`, `config`. Each command is a module of `hicache_ray.commands`.
+
+Exit codes: 0 done, 1 the run itself found a fault, 2 bad input (one message, no traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import click
+
+import hicache_ray
+
+COMMANDS = {
+    "replay": "Replay a request trace, or a made-up chat, through the cache and report what happened.",
+    "demo": "See it work: two instances of two ranks and two storage actors on this machine.",
+    "config": "Show what a set of options resolves to, and why.",
+}
+"""Commands by name, each with its line in the help; a command's module is imported when it is used."""
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class LazyCommands(click.Group):
+    """The commands, imported one by one: `--help` and `--version` load neither Ray nor torch."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"hicache_ray.commands.{name}").command
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(hicache_ray.__version__, message="hicache-ray %(version)s")
+def app() -> None:
+    """A hierarchical KV cache for LLM inference on Ray: L1 device memory, L2 host memory, L3 storage actors."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    try:
+        code = app.main(args=list(arguments), prog_name="hicache-ray", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return BAD_INPUT
+    except click.ClickException as error:
+        click.echo(f"hicache-ray: {error.format_message()}", err=True)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("hicache-ray: interrupted", err=True)
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Entry point of the `hicache-ray` script."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(run(sys.argv[1:]))
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    # As an exception, so that what the command started is stopped on the way out.
+    raise SystemExit(TERMINATED)

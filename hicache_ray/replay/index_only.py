@@ -1,0 +1,151 @@
+"""Replays a workload on the index alone: the rank's own tree and policies, no bytes, no Ray.
+
+One block of a trace is one page, so whole traces take seconds. Transfers end at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from hicache_ray.index import TieredIndex
+from hicache_ray.radix.key import Key
+from hicache_ray.replay.report import POOL_NAMES, ReplayReport, TokenCounts, add_up
+from hicache_ray.replay.workload import Workload
+
+Progress = Callable[[int], None]
+"""Called with the number of requests done so far."""
+
+
+class IndexReplayError(ValueError):
+    """Sizes with which the workload can't be replayed; the text names both numbers."""
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """Capacities and policies of an index-only replay.
+
+    Attributes:
+        l1_pages: pages (trace blocks) of L1; None: all that the workload has.
+        l2_pages: pages of L2; 0: no L2.
+        page_size: tokens a page, for a workload without blocks of its own.
+        policy: eviction policy.
+        write_policy: when L1 is copied to L2.
+        instances: indexes that share nothing; requests go round robin.
+    """
+
+    l1_pages: int | None = None
+    l2_pages: int = 0
+    page_size: int = 64
+    policy: str = "lru"
+    write_policy: str = "write_through"
+    instances: int = 1
+
+
+class _Lookup(NamedTuple):
+    """One request as the index sees it."""
+
+    key: Key
+    tokens: int
+
+
+def replay_index(workload: Workload, settings: IndexSettings, progress: Progress | None = None) -> ReplayReport:
+    """Runs every request of the workload: look up, load back, make room, insert.
+
+    Raises:
+        IndexReplayError: L1 is smaller than one of the requests.
+    """
+    l1_pages = settings.l1_pages or _all_pages(workload, settings.page_size)
+    indexes = [_index(workload, settings, l1_pages) for _ in range(settings.instances)]
+    page_tokens = workload.blocks.block_tokens if workload.blocks else settings.page_size
+    counts = TokenCounts()
+    began = time.perf_counter()
+    for number, lookup in enumerate(_lookups(workload, settings.page_size)):
+        _serve(indexes[number % len(indexes)], lookup, page_tokens, counts)
+        if progress is not None:
+            progress(number + 1)
+    return ReplayReport(
+        workload=workload.name,
+        mode="index",
+        settings={**asdict(settings), "l1_pages": l1_pages},
+        counts=counts,
+        seconds=time.perf_counter() - began,
+        ledger=_ledger(indexes),
+        evictions=add_up(evictions_of(asdict(index.stats)) for index in indexes),
+    )
+
+
+def evictions_of(stats: dict[str, Any]) -> dict[str, int]:
+    """The eviction counters among an index's counters, in pages by kind."""
+    return {
+        "l1_evicted": stats["evicted_device_pages"],
+        "l2_evicted": stats["evicted_host_pages"],
+        "l1_dropped": stats["dropped_pages"],
+    }
+
+
+def _index(workload: Workload, settings: IndexSettings, l1_pages: int) -> TieredIndex:
+    return TieredIndex(
+        page_size=1 if workload.blocks else settings.page_size,
+        device_pages=l1_pages,
+        host_pages=settings.l2_pages,
+        eviction_policy=settings.policy,
+        write_policy=settings.write_policy,
+        load_back_threshold=1,
+    )
+
+
+def _lookups(workload: Workload, page_size: int) -> Iterator[_Lookup]:
+    if workload.blocks is not None:
+        for request in workload.blocks.requests:
+            yield _Lookup(Key.of(request.blocks, 1), request.tokens)
+        return
+    for prompt in workload:
+        key = Key.of(prompt.prompt, page_size, namespace=prompt.namespace)
+        yield _Lookup(key, len(prompt.prompt))
+
+
+def _all_pages(workload: Workload, page_size: int) -> int:
+    if workload.blocks is not None:
+        return workload.blocks.unique
+    return sum(lookup.key.pages for lookup in _lookups(workload, page_size)) or 1
+
+
+def _serve(index: TieredIndex, lookup: _Lookup, page_tokens: int, counts: TokenCounts) -> None:
+    key = lookup.key
+    match = index.match(key)
+    index.lock(match.device_node)
+    loaded = index.load_back(match) if match.host_pages else None
+    cached = match.device_pages + (match.host_pages if loaded else 0)
+    pages = index.allocate(key.pages - cached)
+    if pages is None:
+        raise IndexReplayError(
+            f"a request has {key.pages} pages and L1 {index.device.total}: give L1 at least {key.pages}"
+        )
+    index.insert(key, pages, match=match)
+    index.unlock(match.device_node)
+    _settle(index)
+    found_l1 = min(match.device_pages * page_tokens, lookup.tokens)
+    found = min(cached * page_tokens, lookup.tokens)
+    counts.requests += 1
+    counts.blocks += -(-lookup.tokens // page_tokens)
+    counts.hit_blocks += cached
+    counts.tokens += lookup.tokens
+    counts.tokens_l1 += found_l1
+    counts.tokens_l2 += found - found_l1
+    counts.tokens_computed += lookup.tokens - found
+
+
+def _settle(index: TieredIndex) -> None:
+    index.take_transfers()
+    index.acknowledge_writes(len(index.writes))
+    index.acknowledge_loads(len(index.loads))
+
+
+def _ledger(indexes: list[TieredIndex]) -> dict[str, dict[str, int]]:
+    return {
+        report_name: add_up(index.ledger()[name]._asdict() for index in indexes)
+        for name, report_name in POOL_NAMES.items()
+    }

@@ -1,0 +1,205 @@
+"""LocalGroup: the ranks of a group in this process, without Ray, stepped with the real protocol.
+
+    group = LocalGroup.create(config, engine="hicache_ray.replay.synthetic:SyntheticEngine")
+    answer = group.step(admits=[Admit("r1", tokens)])
+
+It does what `actors.TPGroup` does: the request is encoded once and decoded by each rank, the ranks' progress is folded
+with one MIN, each applies the agreed numbers, and the answers are compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from hicache_ray.actors.errors import DivergenceError, GroupError
+from hicache_ray.build import build_cache
+from hicache_ray.cache import HiRadixCache
+from hicache_ray.config import HiCacheConfig
+from hicache_ray.engine import Engine, load_engine
+from hicache_ray.progress import Progress
+from hicache_ray.protocol import Admit, Admitted, Control, Finish, Finished, Polled, Scheduled, StepAnswer, StepRequest
+
+AGREED_FIELDS = ("step", "digest", "admitted", "polled", "scheduled", "finished")
+"""Names of the fields of `StepAnswer.agreed`."""
+
+
+@dataclass(frozen=True)
+class LocalAnswer:
+    """What a group answered to one step; fields as in `actors.group.GroupAnswer`."""
+
+    step: int
+    digest: int
+    admitted: tuple[Admitted, ...]
+    polled: tuple[Polled, ...]
+    scheduled: tuple[Scheduled, ...]
+    finished: tuple[Finished, ...]
+    controlled: tuple[tuple[Any, ...], ...]
+    engine: tuple[dict[str, Any], ...]
+    timings_us: dict[str, float]
+
+
+class LocalGroup:
+    """Ranks in one process, stepped in lockstep by one caller.
+
+    Args:
+        caches: one a rank, in rank order, all equally configured.
+        engines: one a rank, or none at all.
+        name: used in messages.
+
+    Attributes:
+        reductions: reductions done so far; exactly one a step.
+    """
+
+    def __init__(self, caches: Sequence[HiRadixCache], engines: Sequence[Engine] = (), name: str = "local") -> None:
+        if engines and len(engines) != len(caches):
+            raise ValueError(f"{len(engines)} engines for {len(caches)} ranks: give one a rank, or none")
+        self.caches = tuple(caches)
+        self.engines = tuple(engines)
+        self.name = name
+        self.reductions = 0
+        self.broken: GroupError | None = None
+        self._step = 0
+
+    @classmethod
+    def create(
+        cls,
+        config: HiCacheConfig,
+        *,
+        engine: str = "",
+        engine_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        name: str = "local",
+    ) -> LocalGroup:
+        """A group of `config.tp_size` ranks.
+
+        Args:
+            config: a resolved configuration.
+            engine: import path of the model's hook, or "".
+            engine_options: given to each engine.
+            storage_options: options of the L3 backend that come on top of the configured ones.
+            name: used in messages.
+        """
+        caches: list[HiRadixCache] = []
+        try:
+            for rank in range(config.tp_size):
+                caches.append(build_cache(config, rank=rank, storage_options=storage_options))
+            engines = [load_engine(engine, cache, engine_options or {}) for cache in caches] if engine else []
+        except BaseException:
+            for cache in caches:
+                cache.close()
+            raise
+        return cls(caches, engines, name)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.caches)
+
+    def step(
+        self,
+        *,
+        aborts: Sequence[str] = (),
+        finishes: Sequence[Finish] = (),
+        admits: Sequence[Admit] = (),
+        polls: Sequence[str] = (),
+        schedules: Sequence[str] = (),
+        controls: Sequence[Control] = (),
+    ) -> LocalAnswer:
+        """One scheduling iteration on all ranks.
+
+        Raises:
+            RequestError: the step names a request in a state in which that can't be done; nothing was applied anywhere.
+            DivergenceError: ranks answered differently; the group is broken and so is every later step of it.
+        """
+        if self.broken is not None:
+            raise self.broken
+        began = time.perf_counter()
+        generation = self.caches[0].generation
+        operations = (aborts, finishes, admits, polls, schedules, controls)
+        message = StepRequest(generation, self._step, *(tuple(part) for part in operations)).encode()
+        requests = [StepRequest.decode(message) for _ in self.caches]
+        timings: dict[str, float] = {}
+        answers = self._answers(requests, timings)
+        self._step += 1
+        self._compare(answers)
+        timings["total"] = (time.perf_counter() - began) * 1e6
+        timings["message"] = timings["total"] - sum(timings[part] for part in ("reduction", "work", "engine"))
+        return _group_answer(answers, timings)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Counters of every rank, by rank."""
+        return [cache.stats() for cache in self.caches]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a rank's tree, allocators or ledger don't add up."""
+        for cache in self.caches:
+            cache.check_integrity()
+
+    def stop(self) -> None:
+        """Ends the ranks' threads and closes their stores. May be called twice."""
+        for cache in self.caches:
+            cache.close()
+        self.broken = self.broken or GroupError(f"group {self.name} is stopped")
+
+    def _answers(self, requests: Sequence[StepRequest], timings: dict[str, float]) -> list[StepAnswer]:
+        """The ranks' answers; notes the times of the parts, over all ranks, in microseconds."""
+        clock = time.perf_counter
+        marks = [clock()]
+        for engine, cache, request in zip(self.engines, self.caches, requests, strict=False):
+            engine.before_step(cache, request)
+        marks.append(clock())
+        vectors = [cache.collect(request).vector() for cache, request in zip(self.caches, requests, strict=True)]
+        marks.append(clock())
+        folded = self._folded(vectors)
+        marks.append(clock())
+        answers = [
+            cache.apply(request, Progress.agreed(folded)) for cache, request in zip(self.caches, requests, strict=True)
+        ]
+        marks.append(clock())
+        for engine, cache, answer in zip(self.engines, self.caches, answers, strict=False):
+            answer.engine.update(engine.forward(cache, cache.forward))
+        marks.append(clock())
+        before, collect, fold, apply, forward = np.diff(marks) * 1e6
+        timings.update(reduction=float(fold), work=float(collect + apply), engine=float(before + forward))
+        return answers
+
+    def _folded(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
+        lengths = [len(vector) for vector in vectors]
+        if len(set(lengths)) > 1:
+            self.broken = DivergenceError(f"group {self.name}: ranks report {lengths} numbers at step {self._step}")
+            raise self.broken
+        self.reductions += 1
+        return reduce(np.minimum, vectors)
+
+    def _compare(self, answers: Sequence[StepAnswer]) -> None:
+        first = answers[0]
+        for answer in answers[1:]:
+            pairs = zip(AGREED_FIELDS, first.agreed(), answer.agreed(), strict=True)
+            differing = [name for name, a, b in pairs if a != b]
+            if differing:
+                self.broken = DivergenceError(
+                    f"group {self.name}: ranks {first.rank} and {answer.rank} differ at step {first.step} "
+                    f"in {', '.join(differing)}"
+                )
+                raise self.broken
+
+
+def _group_answer(answers: Sequence[StepAnswer], timings: dict[str, float]) -> LocalAnswer:
+    first = answers[0]
+    return LocalAnswer(
+        step=first.step,
+        digest=first.digest,
+        admitted=first.admitted,
+        polled=first.polled,
+        scheduled=first.scheduled,
+        finished=first.finished,
+        controlled=tuple(answer.controlled for answer in answers),
+        engine=tuple(answer.engine for answer in answers),
+        timings_us=timings,
+    )
