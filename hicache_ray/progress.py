@@ -70,8 +70,17 @@ class Progress(NamedTuple):
                 )
         tail = numbers[HEADER + COUNTERS :]
         rows = [tail[i : i + PER_PREFETCH] for i in range(0, len(tail), PER_PREFETCH)]
+        writes, loads, backups, releases = numbers[HEADER : HEADER + COUNTERS]
         return cls(
-            *(numbers[0], numbers[2], numbers[4] << 32 | numbers[6]),
-            *numbers[HEADER : HEADER + COUNTERS],
-            tuple(PrefetchProgress(bool(q), hit, done, wait == 0, ended != 0) for q, hit, done, wait, ended in rows),
+            generation=numbers[0],
+            step=numbers[2],
+            digest=numbers[4] << 32 | numbers[6],
+            writes=writes,
+            loads=loads,
+            backups=backups,
+            releases=releases,
+            prefetches=tuple(
+                PrefetchProgress(bool(queried), hit, done, waiting == 0, ended != 0)
+                for queried, hit, done, waiting, ended in rows
+            ),
         )

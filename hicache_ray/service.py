@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,14 +19,15 @@ import ray
 
 from hicache_ray.actors.directory import ServiceRecord, forget, look_up, publish
 from hicache_ray.actors.errors import GroupError
-from hicache_ray.actors.group import GroupOptions, TPGroup
+from hicache_ray.actors.group import RAY_NAMESPACE, GroupOptions, TPGroup
 from hicache_ray.actors.rank import RankSpec
-from hicache_ray.actors.storage_pool import StoragePool
+from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.config import HiCacheConfig
 
 logger = logging.getLogger("hicache_ray.service")
 
 DEFAULT_NAME = "hicache"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,48}")
 DEFAULT_GROUP = "instance-0"
 
 
@@ -75,6 +77,8 @@ def start(
         ConfigError: the configuration can't work.
         ServiceError: a service of that name runs already.
     """
+    if not _NAME.fullmatch(name):
+        raise ServiceError(f"{name!r} is no name for a service: use 1 to 48 letters, digits, '_' or '-'")
     resolved = (config or HiCacheConfig()).resolve().config
     owns_ray = _enter_ray(address, ray_start or RayStart())
     try:
@@ -105,7 +109,7 @@ def connect(name: str = DEFAULT_NAME, *, address: str | None = None) -> Service:
     if record is None:
         raise ServiceError(f"no service named {name!r} runs in this Ray cluster: start one with hicache_ray.start")
     config = HiCacheConfig.from_mapping(record.config)
-    storage = StoragePool.connect(record.storage) if record.storage else None
+    storage = StoragePool.connect(record.storage, RAY_NAMESPACE) if record.storage else None
     options = GroupOptions(**record.options)
     return Service(name, config, storage, options, groups={group: None for group in record.groups})
 
@@ -158,6 +162,8 @@ class Service:
         known = self._groups.get(name)
         if known is not None:
             return known
+        if not _NAME.fullmatch(name):
+            raise GroupError(f"{name!r} is no name for a group: use 1 to 48 letters, digits, '_' or '-'")
         full = f"{self.name}:{name}"
         if name in self._groups:
             group = TPGroup.connect(full, self.config.tp_size, self.options)
@@ -191,7 +197,7 @@ class Service:
         self.stop()
 
     def _specs(self, group: str, engine: str, engine_options: Mapping[str, Any]) -> list[RankSpec]:
-        storage = self.storage.client_options() if self.storage is not None else {}
+        storage = self.storage.handle.options() if self.storage is not None else {}
         return [
             RankSpec(group, rank, self.config, storage, engine, dict(engine_options))
             for rank in range(self.config.tp_size)
@@ -203,7 +209,7 @@ class Service:
                 name=self.name,
                 config=asdict(self.config),
                 options=asdict(self.options),
-                storage=self.storage.name if self.storage is not None else "",
+                storage=self.storage.handle.name if self.storage is not None else "",
                 groups=tuple(self._groups),
             )
         )
@@ -231,9 +237,12 @@ def _start_storage(name: str, config: HiCacheConfig, detached: bool) -> StorageP
     if config.hicache_storage_backend != "ray":
         return None
     return StoragePool.start(
-        f"{name}:storage",
-        actors=config.storage_actors,
-        bytes_per_actor=config.storage_actor_bytes,
-        replicas=config.storage_replicas,
-        detached=detached,
+        StoragePoolConfig(
+            name=f"{name}.storage",
+            actors=config.storage_actors,
+            bytes_per_actor=config.storage_actor_bytes,
+            replicas=config.storage_replicas,
+            namespace=RAY_NAMESPACE,
+            detached=detached,
+        )
     )
