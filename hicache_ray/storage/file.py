@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from hicache_ray.hashing import sglang_file_key
 from hicache_ray.storage.base import HiCacheStorage, Slots, StorageConfig, StorageExtra
-from hicache_ray.storage.file_format import PageFile, PageRead, file_bytes, page_rows, read_page_file, write_page_file
+from hicache_ray.storage.file_format import PageFile, PageRead, file_bytes, read_page_file, write_page_file
 from hicache_ray.storage.file_space import FileSpace, SpaceLimits
+from hicache_ray.storage.host_memory import page_rows
 from hicache_ray.storage.options import KEY_STYLES, parse_bool, parse_choice, parse_count, parse_size, refuse_unknown
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.storage.task_pool import TaskPool

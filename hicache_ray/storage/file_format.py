@@ -13,10 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import xxhash
-
-from hicache_ray.storage.base import Bytes
+from hicache_ray.storage.checksum import page_checksum
 
 MAGIC = b"HICPAGE1"
 HEADER = struct.Struct("<8sQQ")
@@ -67,19 +64,11 @@ def file_bytes(page_bytes: int, framed: bool) -> int:
     return page_bytes + (HEADER.size if framed else 0)
 
 
-def page_rows(segments: Bytes, page: int) -> list[memoryview]:
-    """The contiguous runs of a page in segment order; writing to them writes the pool."""
-    view = segments[page]
-    if view.flags.c_contiguous:
-        return [memoryview(view.reshape(-1))]
-    return [memoryview(view[index]) for index in np.ndindex(view.shape[:-1])]
-
-
 def write_page_file(page: PageFile, path: str, *, fsync: bool = False) -> None:
     """Write the page to a new file `path`, whole or with an OSError."""
     buffers = page.rows
     if page.framed:
-        header = HEADER.pack(MAGIC, page.page_bytes, _checksum(page.key, page.rows))
+        header = HEADER.pack(MAGIC, page.page_bytes, page_checksum(page.key, page.rows))
         buffers = [memoryview(header), *page.rows]
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -115,7 +104,7 @@ def _read_rows(page: PageFile, descriptor: int) -> bool:
     header = bytearray(HEADER.size)
     if _transfer(read_buffers, descriptor, [memoryview(header), *page.rows]) != page.file_bytes:
         return False
-    return HEADER.unpack(header) == (MAGIC, page.page_bytes, _checksum(page.key, page.rows))
+    return HEADER.unpack(header) == (MAGIC, page.page_bytes, page_checksum(page.key, page.rows))
 
 
 def _set_time(descriptor: int, stamp: int) -> None:
@@ -123,13 +112,6 @@ def _set_time(descriptor: int, stamp: int) -> None:
         os.utime(descriptor, ns=(stamp, stamp))
     except PermissionError:
         return  # A folder of another user can be read; its order of use is then not ours to note.
-
-
-def _checksum(key: str, rows: Buffers) -> int:
-    digest = xxhash.xxh3_64(key.encode())
-    for row in rows:
-        digest.update(row)
-    return digest.intdigest()
 
 
 def _transfer(call: Callable[[int, Buffers], int], descriptor: int, buffers: Buffers) -> int:

@@ -31,7 +31,7 @@ READ, WRITE = "read", "write"
 
 
 class GuardedStorage(HiCacheStorage):
-    """A backend whose calls end: each within `config.timeout` seconds, whatever the backend does.
+    """A backend whose calls end: each within `timeout` seconds (`config.timeout`), whatever the backend does.
 
     What the backend raises, and answers of the wrong length or kind, are misses. Reads (and lookups) and writes have
     a breaker each, so that a store that can't be written is still read.
@@ -41,6 +41,7 @@ class GuardedStorage(HiCacheStorage):
         """Guard `backend`; `clock` (seconds) times the breakers' refusals, not the deadlines."""
         super().__init__(backend.config)
         self.backend = backend
+        self.timeout = self.config.timeout
         self.host_pool = backend.host_pool
         self.breakers = {READ: Breaker(clock=clock), WRITE: Breaker(clock=clock)}
         self._in_a_row = {READ: 0, WRITE: 0}
@@ -92,8 +93,8 @@ class GuardedStorage(HiCacheStorage):
         """As the backend's; TimeoutError when it does not end within the deadline."""
         clear: Callable[..., None] = self.backend.clear
         call = self._threads.start(lambda: clear(everything=True) if everything else clear(), None)
-        if not self._threads.wait(call, self.config.timeout):
-            raise TimeoutError(f"clear did not end within {self.config.timeout} s; it goes on in the background")
+        if not self._threads.wait(call, self.timeout):
+            raise TimeoutError(f"clear did not end within {self.timeout} s; it goes on in the background")
         if call.error is not None:
             raise call.error
 
@@ -105,8 +106,8 @@ class GuardedStorage(HiCacheStorage):
     def close(self) -> None:
         """Close the backend; a call that never returns is left behind with its pages."""
         call = self._threads.start(self.backend.close, None)
-        if not self._threads.wait(call, self.config.timeout):
-            logger.warning("closing the storage backend did not end within %s s; left behind", self.config.timeout)
+        if not self._threads.wait(call, self.timeout):
+            logger.warning("closing the storage backend did not end within %s s; left behind", self.timeout)
         elif call.error is not None:
             self._log("close", call.error)
         self._threads.close()
@@ -119,10 +120,10 @@ class GuardedStorage(HiCacheStorage):
             return None
         before = self._failures()
         call = self._threads.start(function, slots)
-        if not self._threads.wait(call, self.config.timeout):
+        if not self._threads.wait(call, self.timeout):
             self.counters.add(timeouts=1)
             breaker.failed()
-            self._log(name, TimeoutError(f"no answer within {self.config.timeout} s"))
+            self._log(name, TimeoutError(f"no answer within {self.timeout} s"))
             return None
         if call.error is not None:
             self.counters.add(errors=1)

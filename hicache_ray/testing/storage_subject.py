@@ -31,7 +31,13 @@ class StorageSubject:
 
     The defaults serve a store without a server whose options say where it is. A subclass starts a server, and does to
     the store what only someone outside the backend can do: damage a page, take the store away.
+
+    Attributes:
+        name: the backend's name in the suite's table.
+        clears_all: why `clear` drops other identities' pages too, where it does.
     """
+
+    clears_all = ""
 
     def __init__(
         self, backend: str | type[HiCacheStorage], extra: Mapping[str, Any] | None = None, label: str = ""
