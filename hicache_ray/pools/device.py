@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -78,14 +79,20 @@ class DevicePool:
         """Views [pages, page_size, heads, dim] of a layer, one per plane (K and V, or the latent); never waits."""
         return tuple(self._paged(plane[layer]) for plane in self.layers)
 
-    def part_pages(self, part: Part, layer: int) -> torch.Tensor:
-        """View [pages, page_size, heads, dims] of one part of a layer, whose dims may be a slice of the latent."""
-        return self._paged(self.layers[part.plane][layer])[..., part.start : part.stop]
+    @cached_property
+    def layer_pointers(self) -> torch.Tensor:
+        """Addresses of the layers' memory on the device, int64 [planes, layers], for kernels."""
+        addresses = [[tensor.data_ptr() for tensor in plane] for plane in self.layers]
+        return torch.tensor(addresses, dtype=torch.int64, device=self.device)
+
+    def part_tensor(self, part: Part, layer: int) -> torch.Tensor:
+        """View of one part of a layer, uint8 [pages, page_size, heads, dim bytes]; it may be a slice of the latent."""
+        plane = self._paged(self.layers[part.plane][layer]).view(torch.uint8)
+        return plane[..., part.start * self.spec.itemsize : part.stop * self.spec.itemsize]
 
     def part_bytes(self, part: Part, layer: int) -> npt.NDArray[np.uint8]:
-        """`part_pages` as a numpy uint8 view [pages, page_size, heads, dim bytes]; only on the CPU."""
-        plane = self._paged(self.layers[part.plane][layer]).view(torch.uint8).numpy()
-        return plane[..., part.start * self.spec.itemsize : part.stop * self.spec.itemsize]
+        """`part_tensor` as a numpy view; only on the CPU."""
+        return self.part_tensor(part, layer).numpy()
 
     def stacked_bytes(self, part: Part) -> npt.NDArray[np.uint8] | None:
         """All layers of a part, [layers, pages, page_size, heads, dim bytes]; None when the tensors are an engine's."""
