@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +91,10 @@ class StorageActor:
         context = ray.get_runtime_context()
         self._spec = spec
         self._node_id = str(context.get_node_id())
-        self._reconstructed = bool(context.was_current_actor_reconstructed)
+        with warnings.catch_warnings():
+            # Ray 2.60 answers this through a property of its own that it has deprecated.
+            warnings.simplefilter("ignore")
+            self._reconstructed = bool(context.was_current_actor_reconstructed)
         sweep(Path(spec.folder), _Staleness())
         self._arena = self._open_arena()
         self._arena.prefault()

@@ -1,0 +1,101 @@
+"""What the Ray tests of the storage pool share: a cluster, a host pool, backends, waiting for conditions."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hicache_ray.hashing import ModelIdentity
+from hicache_ray.storage.base import StorageConfig
+from hicache_ray.storage.ray_pool import RayPoolStorage
+
+PAGE_SIZE = 4
+PAGE_BYTES = 8192
+SEGMENT_BYTES = 1 << 20
+"""Small, so that arenas of a few MiB have several."""
+
+
+@contextmanager
+def small_cluster(**options: Any) -> Iterator[None]:
+    """One node with its files in a folder of its own."""
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="hicache-test-", dir="/tmp")
+    settings = {"num_cpus": 4, "object_store_memory": 150 << 20, "namespace": "storage-test", **options}
+    ray.init(include_dashboard=False, log_to_driver=False, _temp_dir=folder, configure_logging=False, **settings)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class ArrayHostPool:
+    """A host pool over one array: [pages, 2, page_bytes / 2]."""
+
+    def __init__(self, pages: int, page_bytes: int = PAGE_BYTES) -> None:
+        self.page_size = PAGE_SIZE
+        self.pages = pages
+        self.page_bytes = page_bytes
+        self.segments = np.zeros((pages, 2, page_bytes // 2), np.uint8)
+
+    def get_page_buffer_meta(self, slots: np.ndarray) -> tuple[list[int], list[int]]:
+        raise NotImplementedError("the Ray backend copies through `segments`")
+
+
+class Client:
+    """A backend with a host pool of 2 * `pages` pages: the first half is stored from, the second read into."""
+
+    def __init__(self, extra: dict[str, Any], *, pages: int = 64, timeout: float = 8.0, model: str = "m") -> None:
+        self.pages = pages
+        self.host = ArrayHostPool(2 * pages)
+        self.storage = RayPoolStorage(StorageConfig(ModelIdentity(model=model), extra, timeout))
+        self.storage.register_mem_pool_host(self.host)
+
+    def put(self, seeds: range) -> list[bool]:
+        for place, seed in enumerate(seeds):
+            self.host.segments[place] = content(seed)
+        return self.storage.batch_set_v1(hashes(seeds), _slots(0, len(seeds)))
+
+    def get(self, seeds: range) -> list[bool]:
+        """Reads; whatever is said to have arrived must be right."""
+        self.host.segments[self.pages :] = 0
+        done = self.storage.batch_get_v1(hashes(seeds), _slots(self.pages, len(seeds)))
+        for place, seed in enumerate(seeds):
+            assert not done[place] or np.array_equal(self.host.segments[self.pages + place], content(seed))
+        return done
+
+    def exists(self, seeds: range) -> int:
+        return self.storage.batch_exists(hashes(seeds))
+
+
+def hashes(seeds: range) -> list[str]:
+    return [hashlib.sha256(b"%d" % seed).hexdigest() for seed in seeds]
+
+
+def content(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (2, PAGE_BYTES // 2), dtype=np.uint8)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Returns when the condition holds; AssertionError when it does not within the time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{condition} does not hold after {seconds} s"
+        time.sleep(0.05)
+
+
+def arena_files() -> set[Path]:
+    return {*Path("/dev/shm").glob("hicache-*"), *Path("/dev/shm").glob(".hicache-*")}
+
+
+def _slots(first: int, count: int) -> np.ndarray:
+    return np.arange(first * PAGE_SIZE, (first + count) * PAGE_SIZE)
