@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ def app() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
+    # The ranks on this machine copy small pages: torch's threads would only take the processor from one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     try:
         code = app.main(args=list(arguments), prog_name="hicache-ray", standalone_mode=False)

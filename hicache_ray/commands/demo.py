@@ -27,10 +27,12 @@ SETTINGS = ReplaySettings(
     concurrency=2,
 )
 
-INTRODUCTION = """\
-Two model instances of two tensor-parallel ranks each serve one chat workload: 40 conversations that share a system
-prompt and grow by their own answers. Each rank has a small L1 and a larger L2; two storage actors are the L3 that all
-share. No model runs: the KV is made up from the tokens, so that every page can be checked when it comes back."""
+INTRODUCTION = (
+    "Two model instances of two tensor-parallel ranks each serve one chat workload: 40 conversations that share a "
+    "system prompt and grow by their own answers. Each rank has a small L1 and a larger L2; two storage actors are the "
+    "L3 that all share. No model runs: the KV is made up from the tokens, so that every page can be checked when it "
+    "comes back."
+)
 
 
 @click.command("demo")

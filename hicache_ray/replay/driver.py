@@ -22,6 +22,9 @@ LOOK_AHEAD = 64
 IDLE_SECONDS = 0.001
 """Pause after a step in which nothing moved, so that the transfers it waits for get the processor."""
 
+PAGE_COUNTERS = ("pages_verified", "pages_mismatched", "pages_computed")
+"""What every rank's engine counts in each step."""
+
 Progress = Callable[[int], None]
 """Called with the number of requests finished so far."""
 
@@ -113,8 +116,8 @@ class Measured:
         self.digest_checks += ranks > 1
         self.times.add(answer.timings_us)
         for counters in answer.engine:
-            for name, count in counters.items():
-                self.engine[name] = self.engine.get(name, 0) + count
+            for name in PAGE_COUNTERS:
+                self.engine[name] = self.engine.get(name, 0) + counters[name]
         for row in answer.scheduled:
             if row.ok:
                 self._add_scheduled(row, len(requests[row.rid].prompt), page_size)
@@ -239,7 +242,7 @@ def drive(
 
 
 def settle(groups: Sequence[SteppedGroup], timeout: float = 60.0) -> None:
-    """Steps groups without requests until all their transfers have ended.
+    """Steps groups without requests until their engines say that no rank has a transfer in flight.
 
     Raises:
         ReplayStalled: `timeout` seconds were not enough.
@@ -247,8 +250,7 @@ def settle(groups: Sequence[SteppedGroup], timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     for group in groups:
         while True:
-            group.step()
-            if all(row["idle"] for row in group.stats()):
+            if all(rank["idle"] for rank in group.step().engine):
                 break
             if time.monotonic() > deadline:
                 raise ReplayStalled(f"transfers did not end within {timeout:g} s after the last request")

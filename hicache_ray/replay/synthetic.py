@@ -64,7 +64,8 @@ class SyntheticEngine:
     def forward(self, cache: HiRadixCache, batch: Forward) -> dict[str, Any]:
         """Checks the cached pages of the batch and fills the new ones, layer by layer as the layers arrive.
 
-        Returns `pages_verified`, `pages_mismatched` and `pages_computed`, each page counted once over all layers.
+        Returns `pages_verified`, `pages_mismatched` and `pages_computed`, each page counted once over all layers, and
+        `idle`: whether the rank has no transfer in flight.
         """
         self._chains = {rid: chain for rid, chain in self._chains.items() if rid in cache.requests}
         for request in batch.requests:
@@ -85,6 +86,7 @@ class SyntheticEngine:
             "pages_verified": len(cached.numbers),
             "pages_mismatched": mismatched,
             "pages_computed": len(new.numbers),
+            "idle": cache.is_idle(),
         }
 
     def _cached(self, requests: Sequence[Request]) -> _Pages:

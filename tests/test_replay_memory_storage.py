@@ -1,0 +1,65 @@
+"""The in-memory L3 that tests and groups without Ray use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hicache_ray.hashing import ModelIdentity
+from hicache_ray.storage.base import StorageConfig
+from hicache_ray.storage.registry import create_backend
+from hicache_ray.testing.host_pages import NumpyHostPages
+from hicache_ray.testing.memory_storage import BACKEND, MemoryStorage, MemoryStore, drop_store
+
+HASHES = [f"{number:064x}" for number in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def _no_store_is_left() -> Iterator[None]:
+    yield
+    for name in ("mine", "other"):
+        drop_store(name)
+
+
+def backend(store: str = "mine", capacity: int | None = None, **config: object) -> MemoryStorage:
+    extra = {"store": store, "capacity_bytes": capacity}
+    made = create_backend(BACKEND, StorageConfig(ModelIdentity(), extra=extra, **config))  # type: ignore[arg-type]
+    assert isinstance(made, MemoryStorage)
+    made.register_mem_pool_host(NumpyHostPages(8))
+    return made
+
+
+def pool_of(storage: MemoryStorage) -> NumpyHostPages:
+    assert isinstance(storage.host_pool, NumpyHostPages)
+    return storage.host_pool
+
+
+def test_backends_of_one_store_share_pages() -> None:
+    writer, reader, stranger = backend(), backend(), backend("other")
+    pool_of(writer).fill(np.arange(4), seed=1)
+    slots = pool_of(writer).slots(np.arange(4))
+    assert writer.batch_set_v1(HASHES, slots) == [True] * 4
+    assert reader.batch_exists(HASHES) == 4
+    assert reader.batch_get_v1(HASHES, pool_of(reader).slots(np.arange(4, 8))) == [True] * 4
+    for page in range(4):
+        assert np.array_equal(pool_of(reader).read(page + 4), pool_of(writer).read(page))
+    assert stranger.batch_exists(HASHES) == 0
+
+
+def test_the_budget_holds_and_the_least_recent_page_goes() -> None:
+    page = np.zeros(10, dtype=np.uint8)
+    store = MemoryStore(capacity_bytes=30)
+    assert all(store.set(name, page) for name in "abc")
+    assert store.get("a") is not None
+    assert store.set("d", page)
+    assert ["b" in store, "a" in store, store.used_bytes, store.evicted_pages] == [False, True, 30, 1]
+    assert not store.set("large", np.zeros(31, dtype=np.uint8))
+
+
+def test_a_rank_that_does_not_write_stores_nothing() -> None:
+    silent = backend(is_writer=False)
+    assert silent.batch_set_v1(HASHES[:1], pool_of(silent).slots(np.arange(1))) == [True]
+    assert silent.batch_exists(HASHES[:1]) == 0
+    assert len(silent.store) == 0
