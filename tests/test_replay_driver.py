@@ -1,0 +1,143 @@
+"""The driver, on a group that is a script: order, dependencies, room, and what it does when nothing comes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache_ray.protocol import Admit, Admitted, Finish, Finished, Polled, Scheduled
+from hicache_ray.replay.driver import DriveSettings, ReplayStalled, drive, settle
+from hicache_ray.replay.requests import ReplayRequest
+
+IDLE = {"pages_verified": 1, "pages_mismatched": 0, "pages_computed": 2, "idle": True}
+
+
+class ScriptedGroup:
+    """Admits everything; a request is ready at its second poll, and fits when `room` says so."""
+
+    size = 2
+
+    def __init__(self, room: Any = lambda rid, running: True, ready_at: int = 2) -> None:
+        self.room = room
+        self.ready_at = ready_at
+        self.polls: dict[str, int] = {}
+        self.running: list[str] = []
+        self.order: list[str] = []
+        self.steps = 0
+        self.most_running = 0
+
+    def step(
+        self,
+        *,
+        finishes: Sequence[Finish] = (),
+        admits: Sequence[Admit] = (),
+        polls: Sequence[str] = (),
+        schedules: Sequence[str] = (),
+    ) -> Any:
+        self.steps += 1
+        for finish in finishes:
+            self.running.remove(finish.rid)
+        for rid in polls:
+            self.polls[rid] = self.polls.get(rid, 0) + 1
+        scheduled = [self._schedule(rid) for rid in schedules]
+        self.most_running = max(self.most_running, len(self.running))
+        return SimpleNamespace(
+            admitted=tuple(Admitted(admit.rid, 0, 0, "started") for admit in admits),
+            polled=tuple(Polled(rid, self.polls[rid] >= self.ready_at, 0) for rid in polls),
+            scheduled=tuple(scheduled),
+            finished=tuple(Finished(finish.rid, 0, 0) for finish in finishes),
+            engine=(IDLE, IDLE),
+            timings_us={"total": 5.0, "work": 2.0},
+        )
+
+    def _schedule(self, rid: str) -> Scheduled:
+        if not self.room(rid, self.running):
+            return Scheduled(rid, False, "no_room")
+        self.running.append(rid)
+        self.order.append(rid)
+        return Scheduled(rid, True, "", 4, 8, 0, 5)
+
+    def stats(self) -> list[dict[str, Any]]:
+        return [{}, {}]
+
+    def check_integrity(self) -> None:
+        return None
+
+
+def request(rid: str, after: str | None = None) -> ReplayRequest:
+    return ReplayRequest(rid, np.arange(17, dtype=np.uint32), np.arange(3, dtype=np.uint32), after=after)
+
+
+SETTINGS = DriveSettings(page_size=4, concurrency=2, stall_seconds=0.2)
+
+
+def test_every_request_is_served_in_order_and_counted() -> None:
+    group = ScriptedGroup()
+    told: list[int] = []
+    measured = drive([group], iter([request(f"r{n}") for n in range(7)]), SETTINGS, told.append)
+    assert group.order == [f"r{n}" for n in range(7)]
+    assert group.most_running <= 2
+    assert told[-1] == 7
+    counts = measured.counts
+    assert (counts.requests, counts.blocks, counts.hit_blocks, counts.tokens) == (7, 7 * 5, 7 * 3, 7 * 17)
+    assert (counts.tokens_l1, counts.tokens_l2, counts.tokens_l3, counts.tokens_computed) == (28, 56, 0, 35)
+    assert measured.digest_checks == measured.steps == group.steps
+    assert measured.engine["pages_verified"] == 2 * group.steps
+    assert measured.times.percentiles()["total"] == {"p50": 5.0, "p99": 5.0}
+
+
+def test_instances_take_requests_round_robin() -> None:
+    groups = [ScriptedGroup(), ScriptedGroup()]
+    drive(groups, iter([request(f"r{n}") for n in range(6)]), SETTINGS)
+    assert [group.order for group in groups] == [["r0", "r2", "r4"], ["r1", "r3", "r5"]]
+
+
+def test_a_turn_waits_for_the_answer_it_builds_on() -> None:
+    groups = [ScriptedGroup(ready_at=6), ScriptedGroup()]
+    turns = [request("a0"), request("a1", after="a0"), request("b0"), request("b1", after="b0"), request("c0")]
+    seen: list[str] = []
+    for group in groups:
+        group.room = lambda rid, running: seen.append(rid) or True
+    drive(groups, iter(turns), SETTINGS)
+    assert sorted(seen) == ["a0", "a1", "b0", "b1", "c0"]
+    assert seen.index("a0") < seen.index("a1") and seen.index("b0") < seen.index("b1")
+
+
+def test_others_may_enter_before_a_turn_that_waits() -> None:
+    group = ScriptedGroup()
+    drive([group], iter([request("a0"), request("a1", after="a0"), request("b0")]), SETTINGS)
+    assert group.order == ["a0", "b0", "a1"]
+
+
+def test_nobody_overtakes_a_request_that_finds_no_room() -> None:
+    group = ScriptedGroup(room=lambda rid, running: rid != "large" or not running)
+    drive([group], iter([request("r0"), request("large"), request("r1"), request("r2")]), SETTINGS)
+    assert group.order == ["r0", "large", "r1", "r2"]
+
+
+def test_a_run_that_does_not_come_on_ends_with_the_reason() -> None:
+    with pytest.raises(ReplayStalled, match="no request came on for 0.2 s: 2 wait for L3, 0 for room in L1"):
+        drive([ScriptedGroup(ready_at=10**9)], iter([request("r0"), request("r1")]), SETTINGS)
+    with pytest.raises(ReplayStalled, match="1 for room in L1"):
+        drive([ScriptedGroup(room=lambda rid, running: False)], iter([request("r0")]), SETTINGS)
+
+
+def test_settling_ends_or_says_so() -> None:
+    settle([ScriptedGroup()])
+    busy = ScriptedGroup()
+    busy.step = lambda **_: SimpleNamespace(engine=({**IDLE, "idle": False},))  # type: ignore[method-assign]
+    with pytest.raises(ReplayStalled, match="transfers did not end within 0.05 s"):
+        settle([busy], timeout=0.05)
+
+
+def test_the_last_token_of_an_answer_is_not_kept() -> None:
+    group = ScriptedGroup()
+    kept: list[Finish] = []
+    step = group.step
+    group.step = lambda **given: kept.extend(given.get("finishes", ())) or step(**given)  # type: ignore[method-assign]
+    drive([group], iter([request("r0")]), SETTINGS)
+    assert [len(finish.output) for finish in kept] == [8]
