@@ -79,11 +79,13 @@ class HiRadixCache:
         self.rank = rank
         self.generation = generation
         self.backend_name: str | None = None
+        self._backend_options: dict[str, Any] = {}
         self._make_storage = make_storage
         self.requests: dict[str, Request] = {}
         self.forward = Forward((), NO_CONSUMER)
         self.next_step = 0
         self._acknowledged = {"writes": 0, "loads": 0, "backups": 0}
+        self._base = self._done()
 
     @property
     def page_size(self) -> int:
@@ -119,9 +121,7 @@ class HiRadixCache:
             generation=self.generation,
             step=request.step,
             digest=self.index.tree.digest(),
-            writes=self.controller.writes_done,
-            loads=self.controller.loads_done,
-            backups=self.controller.backups_done,
+            **{kind: done - self._base[kind] for kind, done in self._done().items()},
             releases=self.prefetcher.releases_done,
             prefetches=self.prefetcher.progress(),
         )
@@ -234,6 +234,7 @@ class HiRadixCache:
         if self._make_storage is None:
             raise ValueError("this rank was assembled without a way to make storage backends")
         self.attach_storage(self._make_storage(name, options), name)
+        self._backend_options = dict(options)
 
     def detach_storage(self) -> bool:
         """Stops using the L3; its operations must have ended. False when a call to it was left behind."""
@@ -281,6 +282,50 @@ class HiRadixCache:
     def close(self) -> None:
         """Ends the background threads. May be called twice."""
         self.controller.close()
+
+    def settings(self) -> dict[str, Any]:
+        """What may have been changed at run time, for a rank that joins: policies and the attached store."""
+        policy = self.prefetcher.policy
+        return {
+            "backend": self.backend_name,
+            "options": self._backend_options,
+            "write_policy": self.index.write_policy,
+            "prefetch_policy": policy.name,
+            "prefetch_threshold": policy.threshold,
+        }
+
+    def adopt(self, settings: Mapping[str, Any]) -> None:
+        """Takes over another rank's `settings`. ValueError when its store can't be had."""
+        if settings["backend"] != self.backend_name:
+            self.detach_storage()
+            if settings["backend"] is not None:
+                self.attach_backend(settings["backend"], settings["options"])
+        self.prefetcher.enabled = True
+        self.index.write_policy = settings["write_policy"]
+        self.prefetcher.change_policy(name=settings["prefetch_policy"], threshold=settings["prefetch_threshold"])
+
+    # -- recovery ----------------------------------------------------------------------------------------------------
+
+    def drain_alone(self) -> None:
+        """Applies this rank's own progress, as if all ranks had reached it, and begins nothing new (recovery)."""
+        enabled, self.prefetcher.enabled = self.prefetcher.enabled, False
+        progress = self.collect(StepRequest(self.generation, self.next_step))
+        self._apply_progress(progress)
+        self.controller.carry_out(self.index.take_transfers())
+        self.prefetcher.enabled = enabled
+
+    def replace_index(self, index: TieredIndex) -> None:
+        """Goes on with another control half; this rank must be idle and have no requests."""
+        assert self.is_idle() and not self.requests, "the index can only be replaced while nothing is in flight"
+        self.index = self.prefetcher.index = index
+
+    def begin_generation(self, generation: int) -> None:
+        """Starts counting anew, as every rank of the group does: steps and finished transfers from zero."""
+        assert self.is_idle(), "a generation can only begin while nothing is in flight"
+        self.generation, self.next_step = generation, 0
+        self._base = self._done()
+        self._acknowledged = {"writes": 0, "loads": 0, "backups": 0}
+        self.prefetcher.begin_generation()
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
@@ -334,6 +379,15 @@ class HiRadixCache:
         assert request.node is not None
         self.index.unlock(request.node)
         self.index.device.free(request.pages[request.prefix_pages :])
+
+    def _done(self) -> dict[str, int]:
+        """Finished transfers of this rank since its process began."""
+        controller = self.controller
+        return {
+            "writes": controller.writes_done,
+            "loads": controller.loads_done,
+            "backups": controller.backups_done,
+        }
 
     def _apply_progress(self, agreed: Progress) -> None:
         done = self._acknowledged

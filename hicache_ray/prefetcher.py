@@ -79,6 +79,12 @@ class Prefetcher:
         if threshold is not None:
             self.policy = replace(self.policy, threshold=max(threshold, self.policy.page_size))
 
+    def begin_generation(self) -> None:
+        """Counts ended reads from zero; nothing may be in flight."""
+        assert not self.active and not self.closing, "prefetches are in flight"
+        self._released = 0
+        self.occupied_pages = 0
+
     def mark_polled(self, rids: Sequence[str]) -> None:
         """Notes which requests the scheduler wants now: only those end by policy."""
         wanted = set(rids)
