@@ -21,6 +21,7 @@ from hicache_ray.storage.arena_files import SHARED_MEMORY, Process, arena_path, 
 from hicache_ray.storage.arena_layout import ArenaError, ArenaGeometry, ArenaLocked
 from hicache_ray.storage.base import Bytes
 from hicache_ray.storage.membership import Membership
+from hicache_ray.storage.pool_options import actor_name
 from hicache_ray.storage.ray_channel import PoolDirectory
 from hicache_ray.storage.service import ShardService
 from hicache_ray.storage.shard import NamespaceLimit, Shard, ShardStats
@@ -217,8 +218,20 @@ class _Staleness:
             return True
         if raylet != self._own_raylet:
             return False
-        membership = PoolDirectory(owner.get("service", ""), owner.get("namespace", "")).read()
-        return membership is None or membership.token != owner.get("token") or owner["member"] not in membership.members
+        namespace, member = str(owner.get("namespace", "")), str(owner.get("member", ""))
+        membership = PoolDirectory(str(owner.get("service", "")), namespace).read()
+        if membership is None or membership.token != owner.get("token") or member not in membership.members:
+            return True
+        return not actor_exists(member, namespace)
+
+
+def actor_exists(member: str, namespace: str) -> bool:
+    """Whether a pool's member runs or is being started again by Ray."""
+    try:
+        ray.get_actor(actor_name(member), namespace=namespace)
+    except ValueError:
+        return False
+    return True
 
 
 def _take_over(path: Path) -> Arena | None:

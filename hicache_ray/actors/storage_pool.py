@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hicache_ray.actors.storage_actor import ACTOR_OPTIONS, StorageActor, StorageActorInfo, StorageActorSpec
+from hicache_ray.actors.storage_actor import (
+    ACTOR_OPTIONS,
+    StorageActor,
+    StorageActorInfo,
+    StorageActorSpec,
+    actor_exists,
+)
 from hicache_ray.storage.arena import remove_if_unlocked
 from hicache_ray.storage.arena_files import SHARED_MEMORY, arenas_of
 from hicache_ray.storage.arena_layout import ArenaLocked
@@ -114,10 +120,12 @@ class StoragePool:
             StoragePoolError: a pool of that name runs, or an actor can't start (the text says why). Nothing is left.
         """
         handle = StoragePoolHandle(config.name, config.namespace or str(ray.get_runtime_context().namespace))
-        if PoolDirectory(*handle).read() is not None:
+        if _running(handle) is not None:
             raise StoragePoolError(f"a storage pool {config.name!r} runs in the namespace {handle.namespace!r} already")
+        # What a driver that was killed left there.
+        PoolDirectory(*handle).remove()
         members = tuple(f"{config.name}-{number}" for number in range(config.actors))
-        membership = Membership(1, members, config.replicas, secrets.token_hex(4))
+        membership = Membership(_first_epoch(), members, config.replicas, secrets.token_hex(4))
         pool = cls(handle, membership, _spec_of(config, handle, membership.token))
         pool._published = False
         try:
@@ -134,7 +142,7 @@ class StoragePool:
     def connect(cls, name: str = DEFAULT_POOL, namespace: str | None = None) -> StoragePool:
         """A pool that runs already; StoragePoolError when there is none."""
         handle = StoragePoolHandle(name, namespace or str(ray.get_runtime_context().namespace))
-        membership = PoolDirectory(*handle).read()
+        membership = _running(handle)
         if membership is None:
             raise StoragePoolError(f"there is no storage pool {name!r} in the namespace {handle.namespace!r}")
         return cls(handle, membership)
@@ -289,6 +297,19 @@ class StoragePool:
                     logger.warning("the arena %s still has an owner, it is swept later", path)
                     break
                 time.sleep(0.05)
+
+
+def _first_epoch() -> int:
+    """Above every epoch of an earlier pool of the name, so that its clients, if any are left, learn of the new one."""
+    return time.time_ns() // 1_000_000
+
+
+def _running(handle: StoragePoolHandle) -> Membership | None:
+    """The membership of the pool of that name, None when it has no actors (any more)."""
+    membership = PoolDirectory(*handle).read()
+    if membership is None or not any(actor_exists(member, handle.namespace) for member in membership.members):
+        return None
+    return membership
 
 
 def _deleted(path: Path) -> bool:
