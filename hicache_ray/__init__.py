@@ -1,3 +1,62 @@
-"""hicache_ray: a hierarchical KV cache for LLM inference on Ray."""
+"""hicache_ray: a hierarchical KV cache for LLM inference on Ray.
+
+The service, which needs Ray: `start`, `connect`, `Service`. One rank, which does not: `HiRadixCache`, `build_cache`. Their
+parts: `TieredIndex`, `page_hashes`, `DevicePool`, `HostPool`. Everything is configured by `HiCacheConfig`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hicache_ray.build import build_cache
+    from hicache_ray.cache import HiRadixCache
+    from hicache_ray.config import ConfigError, HiCacheConfig
+    from hicache_ray.hashing import Namespace, page_hashes
+    from hicache_ray.index import TieredIndex
+    from hicache_ray.pools.device import DevicePool
+    from hicache_ray.pools.host import HostPool
+    from hicache_ray.pools.spec import KVSpec
+    from hicache_ray.service import Service, connect, start
+
+_HOME = {
+    "ConfigError": "config",
+    "DevicePool": "pools.device",
+    "HiCacheConfig": "config",
+    "HiRadixCache": "cache",
+    "HostPool": "pools.host",
+    "KVSpec": "pools.spec",
+    "Namespace": "hashing",
+    "Service": "service",
+    "TieredIndex": "index",
+    "build_cache": "build",
+    "connect": "service",
+    "page_hashes": "hashing",
+    "start": "service",
+}
+
+__all__ = [
+    "ConfigError",
+    "DevicePool",
+    "HiCacheConfig",
+    "HiRadixCache",
+    "HostPool",
+    "KVSpec",
+    "Namespace",
+    "Service",
+    "TieredIndex",
+    "build_cache",
+    "connect",
+    "page_hashes",
+    "start",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when asked for: the tree and the hashes must be usable without loading torch and Ray.
+    if name not in _HOME:
+        raise AttributeError(f"module 'hicache_ray' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"hicache_ray.{_HOME[name]}"), name)

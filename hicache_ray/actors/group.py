@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from hicache_ray.actors.errors import DivergenceError, GroupError, RankDied, StepTimeout
-from hicache_ray.actors.rank import RankServer, RankSpec
+from hicache_ray.actors.rank import CONCURRENCY_GROUPS, RankServer, RankSpec
 from hicache_ray.protocol import Admit, Admitted, Control, Finish, Finished, Polled, Scheduled, StepAnswer, StepRequest
 from hicache_ray.requests import RequestError
 
@@ -270,7 +270,7 @@ def _start_rank(spec: RankSpec, bundle: int, placement: Any, options: GroupOptio
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(placement, bundle) if placement is not None else "DEFAULT"
-    actor = ray.remote(RankServer).options(
+    actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankServer).options(
         name=actor_name(spec.group, spec.rank),
         namespace=RAY_NAMESPACE,
         lifetime=lifetime,
@@ -278,7 +278,6 @@ def _start_rank(spec: RankSpec, bundle: int, placement: Any, options: GroupOptio
         num_gpus=options.gpus,
         scheduling_strategy=strategy,
         max_restarts=0,
-        concurrency_groups={"health": 1},
     )
     return actor.remote(spec)
 

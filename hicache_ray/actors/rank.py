@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import ray
 
 from hicache_ray.actors.collective import ReductionGroup
 from hicache_ray.build import build_cache
@@ -16,6 +17,10 @@ from hicache_ray.cache import alone
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.engine import Engine, load_engine
 from hicache_ray.protocol import StepRequest
+
+
+CONCURRENCY_GROUPS = {"health": 1, "peer": 1}
+"""Threads beside the one that steps: for signs of life, and for pages that other ranks ask for."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class RankServer:
         """Raises AssertionError when the tree, the allocators or the ledger don't add up."""
         self.cache.check_integrity()
 
+    @ray.method(concurrency_group="health")
     def ping(self) -> int:
         """The process id; answered beside a running step."""
         return os.getpid()
