@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,13 +37,17 @@ def _check_pool(name: str, pool: PageAllocator, values: list[Pages]) -> None:
 
 
 def _check_transfers(index: TieredIndex) -> None:
-    for transfer in (*index.writes, *index.loads):
-        locked = not getattr(transfer, "blocking", False)
-        held = transfer.node.lock_ref if locked else transfer.node.host_ref_counter
-        assert held > 0, f"{transfer!r} is in flight and nothing keeps its pages"
-        assert index.tree.contains(transfer.node), f"{transfer!r} is in flight and its node is gone"
-    for backup in index.backups:
-        assert backup.node.host_ref_counter > 0, f"{backup!r} is in flight and nothing keeps its pages"
+    for node, locked in _held_nodes(index):
+        held = node.lock_ref if locked else node.host_ref_counter
+        assert held > 0, f"a transfer that ends at {node!r} is in flight and nothing keeps its pages"
+        assert index.tree.contains(node), f"a transfer is in flight and {node!r} is gone"
+
+
+def _held_nodes(index: TieredIndex) -> Iterator[tuple[Node, bool]]:
+    """The nodes at which transfers end, each with whether a lock has to keep it, not a host protection."""
+    yield from ((write.node, not write.blocking) for write in index.writes)
+    yield from ((load.node, True) for load in index.loads)
+    yield from ((backup.node, False) for backup in index.backups)
 
 
 def _check_hashes(index: TieredIndex, nodes: list[Node]) -> None:

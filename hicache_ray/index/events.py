@@ -12,7 +12,7 @@ Tier = Literal["device", "host"]
 
 EventSink = Callable[[EventKind, Tier, Node, str], None]
 """Called as sink(kind, tier, node, reason), while the node still is where the event finds it: before a removal, after a
-store. `cleared` comes once per tier, with the root. A node is told apart by its path, not by identity: it may split later.
+store. `cleared` comes once per tier, with the root. A node is told apart by its path, not by identity: it may split.
 """
 
 

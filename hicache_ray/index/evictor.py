@@ -44,11 +44,14 @@ class Evictor:
             node = tree.device_candidates.pop()
             if node is None:
                 break
-            reason = self._secure(node)
+            reason = "evicted"
+            if node.host_value is None and (self.write_back or node.children):
+                reason = self._secure(node)
             if not reason:
                 kept.append(node)
                 continue
-            self._events.emit("removed", "device", node, reason)
+            if self._events.sink is not None:
+                self._events.emit("removed", "device", node, reason)
             count += node.pages
             freed.append(tree.clear_device(node))
             if node.host_value is None:
@@ -69,7 +72,8 @@ class Evictor:
             node = tree.host_candidates.pop()
             if node is None:
                 break
-            self._events.emit("removed", "host", node, "evicted")
+            if self._events.sink is not None:
+                self._events.emit("removed", "host", node, "evicted")
             count += node.pages
             freed.append(tree.clear_host(node))
             tree.remove(node)
@@ -100,10 +104,10 @@ class Evictor:
         return True
 
     def _secure(self, node: Node) -> str:
-        """Sees to a host copy where the node needs one. Why it may leave the device now, or "" when it may not."""
-        # Host-only nodes below one without a host copy come with write_back (case 26) or from an earlier write policy.
-        if node.host_value is not None or not (self.write_back or node.children):
-            return "evicted"
+        """Writes a node back to the host: why it may leave the device now, or "" when it may not.
+
+        Without write_back that is for a node over host-only ones, left by an earlier write policy.
+        """
         if self.write(node, blocking=True):
             return "evicted"
         if node.children:

@@ -23,7 +23,7 @@ from hicache_ray.index.types import (
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.eviction import EvictionStrategy
 from hicache_ray.radix.key import Key, page_bytes_of
-from hicache_ray.radix.node import NO_PAGES, Node, Pages
+from hicache_ray.radix.node import Node, Pages
 from hicache_ray.radix.tree import RadixTree
 
 _WRITE_THRESHOLDS = {"write_through": 1, "write_through_selective": 2, "write_back": 0}
@@ -33,8 +33,8 @@ _WRITE_THRESHOLDS = {"write_through": 1, "write_through_selective": 2, "write_ba
 class TieredIndex:
     """Radix tree, L1 and L2 allocators and the policies over them: the control half of a rank.
 
-    Pages are page numbers, int64 arrays with one entry per page. Everything is deterministic: replicas that get the same
-    calls stay equal, which `tree.digest()` shows.
+    Pages are page numbers, int64 arrays with one entry per page. Everything is deterministic: replicas that get the
+    same calls stay equal, which `tree.digest()` shows.
 
     Args:
         page_size: tokens a page.
@@ -71,10 +71,14 @@ class TieredIndex:
         self.tree = RadixTree(page_bytes_of(page_size, bigram), eviction_policy)
         self.device = PageAllocator(device_pages, page_size)
         self.host = PageAllocator(host_pages, page_size)
+        self._tiered = host_pages > 0
         self.stats = IndexStats()
         self._events = Events()
         self._transfers = Transfers(self.tree, self._events)
         self._evictor = Evictor(self.tree, self.device, self.host, self._transfers, self.stats, self._events)
+        self.writes: deque[Write] = self._transfers.writes
+        self.loads: deque[Load] = self._transfers.loads
+        self.backups: deque[Backup] = self._transfers.backups
         self.write_policy = write_policy
 
     @property
@@ -87,10 +91,9 @@ class TieredIndex:
         if name not in _WRITE_THRESHOLDS:
             raise ValueError(f"write_policy {name!r} is unknown; give one of {', '.join(_WRITE_THRESHOLDS)}")
         self._write_policy = name
-        tiered = self.host.total > 0
-        self._write_threshold = _WRITE_THRESHOLDS[name] if tiered else 0
-        self._counts_hits = not (tiered and name == "write_back")
-        self._evictor.write_back = tiered and name == "write_back"
+        self._write_threshold = _WRITE_THRESHOLDS[name] if self._tiered else 0
+        self._counts_hits = not (self._tiered and name == "write_back")
+        self._evictor.write_back = not self._counts_hits
 
     @property
     def on_event(self) -> EventSink | None:
@@ -101,21 +104,6 @@ class TieredIndex:
     def on_event(self, sink: EventSink | None) -> None:
         self._events.sink = sink
 
-    @property
-    def writes(self) -> deque[Write]:
-        """Writes in flight, oldest first."""
-        return self._transfers.writes
-
-    @property
-    def loads(self) -> deque[Load]:
-        """Loads in flight, oldest first."""
-        return self._transfers.loads
-
-    @property
-    def backups(self) -> deque[Backup]:
-        """Backups in flight, oldest first."""
-        return self._transfers.backups
-
     # -- lookup ------------------------------------------------------------------------------------------------------
 
     def match(self, key: Key) -> Match:
@@ -125,12 +113,16 @@ class TieredIndex:
             KeyKindError: the key was made for another page size or kind of unit.
         """
         tree = self.tree
-        tree.check_key(key)
+        if key.page_bytes != tree.page_bytes:
+            tree.check_key(key)
         node = device = host = tree.descend(key)
         while device.value is None:
             device = device.parent  # type: ignore[assignment]
-        while host.host_value is None:
-            host = host.parent  # type: ignore[assignment]
+        if self._tiered:
+            while host.host_value is None:
+                host = host.parent  # type: ignore[assignment]
+        else:
+            host = tree.root
         depth = device.end
         return Match(node, device, host, depth, node.end - depth, key, tree.epoch)
 
@@ -153,7 +145,7 @@ class TieredIndex:
             parts.append(node.value)
             node = node.parent
         parts.reverse()
-        return concatenated(parts) if parts else NO_PAGES
+        return concatenated(parts)
 
     def lock(self, node: Node) -> None:
         """Keeps the path down to a node on the device."""
@@ -206,11 +198,20 @@ class TieredIndex:
             KeyKindError: as `match`.
         """
         tree = self.tree
-        tree.check_key(key)
+        if key.page_bytes != tree.page_bytes:
+            tree.check_key(key)
         node = tree.descend(key, self._start_of(key, match))
-        first = self._first_given(key, pages, node)
+        deepest = node
+        while deepest.value is None:
+            deepest = deepest.parent  # type: ignore[assignment]
+        prefix = deepest.end
+        first = key.pages - len(pages)
+        if not 0 <= first <= prefix:
+            raise ValueError(f"{len(pages)} pages given for a key of {key.pages}, of which {prefix} are on the device")
         counts = self._counts_hits and not chunked
-        prefix, due = self._visit_path(node, pages, first, priority, counts)
+        due = self._visit_path(node, priority, counts)
+        if node is not deepest:
+            self._recomputed(node, pages, first)
         if node.end < key.pages:
             node = self._add_leaf(node, key, pages[node.end - first :].copy(), priority)
             if counts:
@@ -232,37 +233,30 @@ class TieredIndex:
         node = match.node
         return node if node.parent is not None and key.starts_with(match.key, node.end) else None
 
-    def _first_given(self, key: Key, pages: Pages, node: Node) -> int:
-        first = key.pages - len(pages)
-        if first < 0:
-            raise ValueError(f"{len(pages)} pages given for a key of {key.pages} pages")
-        while node.value is None:
-            node = node.parent  # type: ignore[assignment]
-        if first > node.end:
-            raise ValueError(f"pages given from page {first} of the key on, but only {node.end} are on the device")
-        return first
-
-    def _visit_path(self, node: Node, pages: Pages, first: int, priority: int, counts: bool) -> tuple[int, list[Node]]:
-        """Counts, refreshes and re-attaches the nodes down to `node`: (pages on the device before, nodes to write)."""
-        path: list[Node] = []
+    def _visit_path(self, node: Node, priority: int, counts: bool) -> list[Node]:
+        """Refreshes and counts the nodes from `node` up; returns those whose write is due, from the top."""
+        due: list[Node] = []
         root, tick, threshold = self.tree.root, self.tree.tick, self._write_threshold
         while node is not root:
-            path.append(node)
-            node = node.parent  # type: ignore[assignment]
-        prefix, due = 0, []
-        for node in reversed(path):
             node.last_access = tick
             if node.priority < priority:
                 node.priority = priority
-            if node.value is None:
-                self._attach_device(node, pages[node.start - first : node.end - first].copy(), "computed")
-                continue
-            prefix = node.end
-            if counts:
+            if counts and node.value is not None:
                 node.hit_count += 1
                 if threshold and node.host_value is None and node.hit_count >= threshold:
                     due.append(node)
-        return prefix, due
+            node = node.parent  # type: ignore[assignment]
+        due.reverse()
+        return due
+
+    def _recomputed(self, node: Node, pages: Pages, first: int) -> None:
+        """Puts the evicted nodes down to `node` on the device again, with the pages computed for them (case 21)."""
+        evicted: list[Node] = []
+        while node.value is None:
+            evicted.append(node)
+            node = node.parent  # type: ignore[assignment]
+        for node in reversed(evicted):
+            self._attach_device(node, pages[node.start - first : node.end - first].copy(), "computed")
 
     def _add_leaf(self, parent: Node, key: Key, value: Pages, priority: int) -> Node:
         node = self.tree.add_leaf(parent, key, value=value, host_value=None, priority=priority)
@@ -280,8 +274,8 @@ class TieredIndex:
     def load_back(self, match: Match, *, quota_pages: int | None = None) -> LoadBack | None:
         """Begins to load the host part of a match to the device, all of it or nothing (cases 39, 40).
 
-        Returns None, and changes nothing, when there is nothing to load, it is shorter than the threshold or longer than
-        the quota, or locks leave too little room on the device.
+        Returns None, and changes nothing, when there is nothing to load, it is shorter than the threshold or longer
+        than the quota, or locks leave too little room on the device.
         """
         tree, bottom = self.tree, match.node
         if match.epoch != tree.epoch or not tree.contains(bottom):
@@ -309,11 +303,13 @@ class TieredIndex:
         return LoadBack(device_pages, host_pages, bottom, count * self.page_size)
 
     def _room_for_load(self, bottom: Node, anchor: Node, count: int) -> Pages | None:
+        device_pages = self.device.alloc(count)
+        if device_pages is not None or count > self.device.free_pages + self.tree.evictable_pages:
+            return device_pages
         # Neither what the load hangs below nor what it reads may go while room is made for it.
         self.tree.lock(anchor)
         self.tree.protect(bottom)
-        device_pages = self.device.alloc(count)
-        if device_pages is None and count <= self.device.free_pages + self.tree.evictable_pages:
+        if count <= self.device.free_pages + self.tree.evictable_pages:
             # The whole size, not the shortfall: what SGLang does, which the recorded traces show.
             self._evictor.evict_device(count)
             device_pages = self.device.alloc(count)
@@ -363,8 +359,8 @@ class TieredIndex:
             hashes: their page hashes.
 
         Returns:
-            The pages that were not used, for the caller to free: those whose place in the tree is taken, and all of them
-            where the node above has no host copy (D2) or is gone.
+            The pages that were not used, for the caller to free: those whose place in the tree is taken, and all of
+            them where the node above has no host copy (D2) or is gone.
 
         Raises:
             ValueError: pages, hashes and key don't agree in number.
@@ -373,7 +369,7 @@ class TieredIndex:
         self.tree.check_key(key)
         if not len(host_pages) == len(hashes) == key.pages - anchor_pages:
             raise ValueError(
-                f"{len(host_pages)} pages and {len(hashes)} hashes given for pages {anchor_pages} to {key.pages} of a key"
+                f"{len(host_pages)} pages and {len(hashes)} hashes for pages {anchor_pages} to {key.pages} of a key"
             )
         node = self.tree.descend(key)
         taken = node.end - anchor_pages
@@ -422,11 +418,9 @@ class TieredIndex:
             raise IndexBusyError(f"flush while {', '.join(busy)} are outstanding; end them first")
         self._events.emit("cleared", "device", tree.root, "flushed")
         self._events.emit("cleared", "host", tree.root, "flushed")
-        for node in tree.nodes():
-            if node.value is not None:
-                self.device.free(node.value)
-            if node.host_value is not None:
-                self.host.free(node.host_value)
+        nodes = list(tree.nodes())
+        self.device.free(concatenated([node.value for node in nodes if node.value is not None]))
+        self.host.free(concatenated([node.host_value for node in nodes if node.host_value is not None]))
         tree.clear()
 
     def ledger(self) -> dict[str, Ledger]:

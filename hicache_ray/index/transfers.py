@@ -10,7 +10,7 @@ import numpy as np
 
 from hicache_ray.index.events import Events
 from hicache_ray.index.types import Backup, Load, Write
-from hicache_ray.radix.node import Node, Pages
+from hicache_ray.radix.node import NO_PAGES, Node, Pages
 from hicache_ray.radix.tree import RadixTree
 
 _Transfer = TypeVar("_Transfer", Write, Load, Backup)
@@ -19,8 +19,8 @@ _Transfer = TypeVar("_Transfer", Write, Load, Backup)
 class Transfers:
     """Writes, loads and backups in flight, and what each keeps from being evicted meanwhile.
 
-    A write or a load locks the path down to its node. A blocking write and a backup protect the node's host copy. A node
-    that splits stays the lower half, so lock and protection, which reach upwards, go on holding for both halves.
+    A write or a load locks the path down to its node. A blocking write and a backup protect the node's host copy. A
+    node that splits stays the lower half, so lock and protection, which reach upwards, go on holding for both halves.
 
     Attributes:
         writes, loads, backups: oldest first.
@@ -135,4 +135,6 @@ def _oldest(table: deque[_Transfer], n: int, name: str) -> list[_Transfer]:
 
 def concatenated(parts: list[Pages]) -> Pages:
     """The parts as one array; no copy for a single part."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NO_PAGES

@@ -64,8 +64,7 @@ class LoadBack(NamedTuple):
     tokens: int
 
 
-@dataclass(frozen=True, eq=False)
-class Write:
+class Write(NamedTuple):
     """A copy L1 to L2. It names pages, not nodes, so a split meanwhile changes nothing about it (D1).
 
     Attributes:
@@ -87,8 +86,7 @@ class Write:
     blocking: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Load:
+class Load(NamedTuple):
     """A copy L2 to L1; attributes as in `Write`. `node` is locked until it is acknowledged."""
 
     seq: int
@@ -98,8 +96,7 @@ class Load:
     host_pages: Pages
 
 
-@dataclass(frozen=True, eq=False)
-class Backup:
+class Backup(NamedTuple):
     """A copy L2 to L3, begun when the write to L2 was acknowledged; attributes as in `Write`.
 
     Attributes:

@@ -20,8 +20,8 @@ class CandidateQueue:
     """A priority queue with lazy deletion.
 
     An entry is (strategy key, seq, node). It is outdated once the node's slot holds another key; it is dropped when it
-    comes up. Most keys arrive in order (a leaf becomes a candidate right after it was used), so entries go to a sorted run
-    and only the others to a heap: taking the next one costs O(1), at worst O(log n).
+    comes up. Most keys arrive in order (a leaf becomes a candidate right after it was used), so entries go to a sorted
+    run and only the others to a heap: taking the next one costs O(1), at worst O(log n).
 
     Args:
         strategy: orders the nodes.
@@ -57,25 +57,26 @@ class CandidateQueue:
 
     def pop(self) -> Node | None:
         """Takes out the candidate that goes first; None when there is none."""
-        slot = self._slot
+        slot, run, heap = self._slot, self._run, self._heap
         while True:
-            entry = self._next()
-            if entry is None:
+            if run and (not heap or run[0] < heap[0]):
+                key, _, node = run.popleft()
+            elif heap:
+                key, _, node = heappop(heap)
+            else:
                 return None
-            key, _, node = entry
             if getattr(node, slot) != key:
                 continue
-            if not self._is_candidate(node):
+            if self._is_candidate(node):
+                current = self._key(node)
+                if current != key:
+                    self._push(current, node)
+                    continue
                 setattr(node, slot, None)
                 self._queued -= 1
-                continue
-            current = self._key(node)
-            if current != key:
-                self._push(current, node)
-                continue
+                return node
             setattr(node, slot, None)
             self._queued -= 1
-            return node
 
     def clear(self) -> None:
         """Forgets all entries; for a tree whose nodes are dropped together."""
@@ -92,12 +93,6 @@ class CandidateQueue:
         """Nodes that are queued; some of them may no longer be candidates."""
         return self._queued
 
-    def _next(self) -> Entry | None:
-        run, heap = self._run, self._heap
-        if run and (not heap or run[0] < heap[0]):
-            return run.popleft()
-        return heappop(heap) if heap else None
-
     def _push(self, key: Any, node: Node) -> None:
         setattr(node, self._slot, key)
         entry = (key, node.seq, node)
@@ -113,5 +108,6 @@ class CandidateQueue:
     def _drop_outdated(self) -> None:
         slot = self._slot
         live = {entry[1]: entry for entry in (*self._run, *self._heap) if getattr(entry[2], slot) == entry[0]}
-        self._run = deque(sorted(live.values()))
-        self._heap = []
+        self._run.clear()
+        self._run.extend(sorted(live.values()))
+        self._heap.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hicache_ray.radix.candidates import CandidateQueue
 from hicache_ray.radix.digest import MASK, clock_digest, node_digest
 from hicache_ray.radix.node import Node
@@ -30,6 +32,8 @@ def _check_children(tree: RadixTree, node: Node) -> None:
         assert child.parent is node and child.end == node.end + child.pages, f"{child!r} does not continue {node!r}"
         assert node is tree.root or child.namespace == node.namespace, f"{child!r} changes the namespace"
         assert len(child.key) == child.pages * tree.page_bytes and child.pages > 0, f"{child!r} has a wrong key"
+    only = next(iter(children)) if len(children) == 1 else None
+    assert node.only_child is only, f"{node!r} takes {node.only_child!r} for its only child"
     on_device = sum(child.value is not None for child in children)
     assert node.device_children == on_device, f"{node!r} has {on_device} device children, not {node.device_children}"
     locks = sum(child.lock_ref for child in children)
@@ -68,10 +72,10 @@ def _check_candidates(tree: RadixTree, nodes: list[Node]) -> None:
         assert not is_host_candidate(node) or _is_queued(host, node, node.host_key), f"{node!r} is not queued"
 
 
-def _is_queued(queue: CandidateQueue, node: Node, key: object) -> bool:
+def _is_queued(queue: CandidateQueue, node: Node, key: Any) -> bool:
     # An ascending key may have grown since; any other must be the one the node has now.
     current = queue.strategy.key(node)
-    in_place = key == current or (queue.strategy.ascending and key is not None and key < current)  # type: ignore[operator]
+    in_place = key == current or (queue.strategy.ascending and key is not None and key < current)
     return in_place and any(entry[2] is node and entry[0] == key for entry in queue.entries())
 
 

@@ -77,7 +77,7 @@ class Key:
         size = pages * self.page_bytes
         if self.seed != other.seed or size > len(self.units) or size > len(other.units):
             return False
-        return self.units.startswith(other.units if size == len(other.units) else other.units[:size])
+        return self.units.startswith(memoryview(other.units)[:size])
 
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, Key):

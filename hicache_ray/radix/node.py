@@ -23,6 +23,8 @@ class Node:
         key: the units of this node's pages.
         parent: None for the root, and for a node that is no longer in the tree.
         children: by the bytes of their first page; under the root the namespace's seed stands before them.
+        only_child: the child, where there is exactly one. Most nodes of a conversation have one, and it is found
+            without a lookup.
         value: L1 page of each page, or None when the node is not on the device.
         host_value: L2 page of each page, or None. Set when a write begins; the write's lock keeps it whole meanwhile.
         hash_value: page hash of each page, or None in a tree without hashes.
@@ -38,7 +40,7 @@ class Node:
         namespace: of its whole path.
         device_children: children that are on the device.
         device_key, host_key: the strategy key under which it is queued as an eviction candidate, or None.
-        key_hash, contribution, stamp: what the digest last saw of it.
+        contribution: what the digest last saw of it.
     """
 
     __slots__ = (
@@ -54,15 +56,14 @@ class Node:
         "host_ref_counter",
         "host_value",
         "key",
-        "key_hash",
         "last_access",
         "lock_ref",
         "namespace",
+        "only_child",
         "pages",
         "parent",
         "priority",
         "seq",
-        "stamp",
         "value",
     )
 
@@ -74,14 +75,14 @@ class Node:
         self.creation = self.last_access = tick
         self.priority = priority
         self.children: dict[bytes, Node] = {}
+        self.only_child: Node | None = None
         self.value: Pages | None = None
         self.host_value: Pages | None = None
         self.hash_value: list[bytes] | None = None
         self.lock_ref = self.host_ref_counter = self.hit_count = self.device_children = 0
         self.device_key: Any = None
         self.host_key: Any = None
-        self.key_hash: int | None = None
-        self.contribution = self.stamp = 0
+        self.contribution = 0
         if parent is None:
             self.end = 0
             self.namespace: Namespace = EMPTY_NAMESPACE

@@ -1,7 +1,7 @@
 """The radix tree over the pages of L1 and L2: structure, locks, eviction candidates. Metadata only (DESIGN 3).
 
-A deterministic state machine: order and recency come from a logical clock, ties from a unique sequence number, so the same
-calls give the same tree on every rank. It never frees or copies; it returns what its caller has to free.
+A deterministic state machine: order and recency come from a logical clock, ties from a unique sequence number, so the
+same calls give the same tree on every rank. It never frees or copies; it returns what its caller has to free.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class RadixTree:
         self.device_candidates = CandidateQueue(self.strategy, "device_key", is_device_candidate)
         self.host_candidates = CandidateQueue(self.strategy, "host_key", is_host_candidate)
         self.next_seq = 0
-        self._digest = Digest()
         self._plant()
 
     def _plant(self) -> None:
         self.root = Node(self._new_seq(), None, b"", 0, self.tick, 0)
         self.root.value = self.root.host_value = NO_PAGES
         self.root.hash_value = []
+        self._digest = Digest(self.root)
         self.node_count = self.device_pages = self.host_pages = self.evictable_pages = self.protected_pages = 0
 
     # -- walking -----------------------------------------------------------------------------------------------------
@@ -85,27 +85,30 @@ class RadixTree:
         Every node met becomes the most recent. With `start`, a node on the key's path, the walk begins there and the
         nodes above it are left alone.
         """
-        if self._digest.notes is not None:
-            self._digest.bound(self.root)
+        notes = self._digest.notes
+        if notes is not None and len(notes) > Digest.MAX_NOTES:
+            self._digest.work_off()
         self.tick = tick = self.tick + 1
         units, step = key.units, self.page_bytes
         node = self.root if start is None else start
         offset, size = node.end * step, len(units)
-        head = units[offset : offset + step] if offset else key.seed + units[:step]
         while offset < size:
-            child = node.children.get(head)
-            if child is None:
-                break
+            child = node.only_child
+            # Below the root the bytes decide; there a child may be of another namespace.
+            if child is None or not offset or not units.startswith(child.key, offset):
+                child = node.children.get(units[offset : offset + step] if offset else key.seed + units[:step])
+                if child is None:
+                    break
+                if not units.startswith(child.key, offset):
+                    child.last_access = tick
+                    node = self.split(child, _shared_bytes(units, offset, child.key) // step)
+                    self.reorder(child)
+                    break
             child.last_access = tick
-            part = child.key
-            if not units.startswith(part, offset):
-                node = self.split(child, _shared_bytes(units, offset, part) // step)
-                self.reorder(child)
-                break
             node = child
-            offset += len(part)
-            head = units[offset : offset + step]
-        self.note(node)
+            offset += len(child.key)
+        if self._digest.notes is not None:
+            self._digest.notes.append(node)
         if not self.strategy.ascending:
             self.reorder(node)
         return node
@@ -114,10 +117,9 @@ class RadixTree:
         """Pages of `key` that are on the device, and pages beyond that only the host has. Changes nothing."""
         units, step = key.units, self.page_bytes
         node, offset, size = self.root, 0, len(key.units)
-        head = key.seed + units[:step]
         device = host = 0
         while offset < size:
-            child = node.children.get(head)
+            child = node.children.get(units[offset : offset + step] if offset else key.seed + units[:step])
             if child is None:
                 break
             whole = units.startswith(child.key, offset)
@@ -130,7 +132,6 @@ class RadixTree:
                 break
             node = child
             offset += len(child.key)
-            head = units[offset : offset + step]
         return device, host
 
     def nodes(self) -> Iterator[Node]:
@@ -161,6 +162,7 @@ class RadixTree:
         if start == 0:
             head = key.seed + head
             node.namespace = key.namespace
+        parent.only_child = None if parent.children else node
         parent.children[head] = node
         self.node_count += 1
         if host_value is not None:
@@ -169,7 +171,8 @@ class RadixTree:
             self.set_device(node, value)
         elif host_value is not None:
             self.offer_host(node)
-        self.note(node)
+        if self._digest.notes is not None:
+            self._digest.notes.append(node)
         return node
 
     def split(self, node: Node, pages: int) -> Node:
@@ -184,9 +187,11 @@ class RadixTree:
         upper.namespace = node.namespace
         upper.lock_ref, upper.hit_count = node.lock_ref, node.hit_count
         parent.children[head] = upper
-        node.parent, node.key, node.key_hash = upper, node.key[cut:], None
+        if parent.only_child is node:
+            parent.only_child = upper
+        node.parent, node.key = upper, node.key[cut:]
         node.pages -= pages
-        upper.children[node.key[: self.page_bytes]] = node
+        upper.children[node.key[: self.page_bytes]] = upper.only_child = node
         if node.value is not None:
             upper.value, node.value = _cut(node.value, pages)
             upper.device_children = 1
@@ -203,11 +208,15 @@ class RadixTree:
         """Takes a leaf that is on no tier any more out of the tree."""
         parent = node.parent
         assert parent is not None and not node.children, f"{node!r} is no leaf"
-        del parent.children[self._head(node)]
+        siblings = parent.children
+        del siblings[self._head(node)]
+        parent.only_child = next(iter(siblings.values())) if len(siblings) == 1 else None
         node.parent = None
         self.node_count -= 1
-        self._digest.drop(node, parent)
-        self.offer_host(parent)
+        if self._digest.notes is not None:
+            self._digest.drop(node, parent)
+        if parent.value is None:
+            self.offer_host(parent)
 
     def clear(self) -> None:
         """Drops every node. What they held is the caller's to free, before the call."""
@@ -215,7 +224,6 @@ class RadixTree:
             node.parent = None
         self.device_candidates.clear()
         self.host_candidates.clear()
-        self._digest.reset()
         self.protections = 0
         self.epoch += 1
         self._plant()
@@ -233,19 +241,22 @@ class RadixTree:
             self.protected_pages += node.pages
         else:
             self.evictable_pages += node.pages
-            self.offer_device(node)
+            self.device_candidates.offer(node)
 
     def clear_device(self, node: Node) -> Pages:
         """The node leaves the device; its L1 pages are returned. Its parent and it may become candidates (case 35)."""
         parent, value = node.parent, node.value
-        assert parent is not None and value is not None and is_device_candidate(node), f"{node!r} is in use"
+        assert parent is not None and value is not None and not node.lock_ref, f"{node!r} is in use"
         node.value = None
         parent.device_children -= 1
         self.device_pages -= node.pages
         self.evictable_pages -= node.pages
-        self.offer_device(parent)
-        self.offer_host(node)
-        self.note(node)
+        if not parent.device_children:
+            self.offer_device(parent)
+        if node.host_value is not None:
+            self.offer_host(node)
+        if self._digest.notes is not None:
+            self._digest.notes.append(node)
         return value
 
     def set_host(self, node: Node, host_value: Pages) -> None:
@@ -266,12 +277,18 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         """Keeps a node and everything above it on the device, until `unlock`."""
-        self._check_alive(node)
-        self.note(node)
+        if node.parent is None:
+            self._check_alive(node)
+        if self._digest.notes is not None:
+            self._digest.notes.append(node)
         root, newly = self.root, 0
-        while node is not root:
-            if node.lock_ref == 0 and node.value is not None:
+        while node.lock_ref == 0 and node is not root:
+            if node.value is not None:
                 newly += node.pages
+            node.lock_ref = 1
+            node = node.parent  # type: ignore[assignment]
+        # A locked node's ancestors are locked.
+        while node is not root:
             node.lock_ref += 1
             node = node.parent  # type: ignore[assignment]
         self.evictable_pages -= newly
@@ -283,19 +300,25 @@ class RadixTree:
         Raises:
             LockError: the node is not locked.
         """
-        self._check_alive(node)
+        if node.lock_ref == 0 or node.parent is None:
+            self._check_alive(node)
+            if node is not self.root:
+                raise LockError(f"{node!r} is not locked")
+        if self._digest.notes is not None:
+            self._digest.notes.append(node)
         root, bottom, newly = self.root, node, 0
-        if node.lock_ref == 0 and node is not root:
-            raise LockError(f"{node!r} is not locked")
+        while node.lock_ref == 1:
+            node.lock_ref = 0
+            if node.value is not None:
+                newly += node.pages
+            node = node.parent  # type: ignore[assignment]
         while node is not root:
             node.lock_ref -= 1
-            if node.lock_ref == 0 and node.value is not None:
-                newly += node.pages
             node = node.parent  # type: ignore[assignment]
         self.evictable_pages += newly
         self.protected_pages -= newly
-        self.note(bottom)
-        self.reorder(bottom)
+        if not bottom.lock_ref and not bottom.device_children:
+            self.reorder(bottom)
 
     def protect(self, node: Node) -> None:
         """Keeps a node's host copy, and so those above it, until `release`."""
@@ -335,9 +358,10 @@ class RadixTree:
 
     def reorder(self, node: Node) -> None:
         """Queues what may be evicted on the path down to `node`, at the place its state asks for now."""
-        self.offer_host(node)
-        while node.value is None:
-            node = node.parent  # type: ignore[assignment]
+        if node.value is None:
+            self.offer_host(node)
+            while node.value is None:
+                node = node.parent  # type: ignore[assignment]
         self.offer_device(node)
 
     # -- digest ------------------------------------------------------------------------------------------------------
@@ -349,7 +373,7 @@ class RadixTree:
 
     def digest(self) -> int:
         """64 bits over structure and state; equal calls give equal digests. Costs what changed since the last call."""
-        return (self._digest.value(self.root) + clock_digest(self.tick, self.next_seq)) & MASK
+        return (self._digest.value() + clock_digest(self.tick, self.next_seq)) & MASK
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
