@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 
@@ -47,8 +47,8 @@ class Workload:
     name: str
     total: int
     longest: int
-    make: Callable[[], Iterator[ReplayRequest]]
-    blocks: BlockTrace | None = None
+    make: Callable[[], Iterator[ReplayRequest]] = field(repr=False)
+    blocks: BlockTrace | None = field(default=None, repr=False)
 
     def __iter__(self) -> Iterator[ReplayRequest]:
         return self.make()
