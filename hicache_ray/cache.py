@@ -271,6 +271,7 @@ class HiRadixCache:
             "storage_pages": dict(io.pages) if io else {},
             "worker_failures": {w.name: sum(w.failures.values()) for w in io.workers} if io else {},
             "requests": len(self.requests),
+            "idle": self.is_idle(),
         }
 
     def is_idle(self) -> bool:

@@ -19,9 +19,11 @@ import ray
 
 from hicache_ray.actors.directory import ServiceRecord, forget, look_up, publish
 from hicache_ray.actors.errors import GroupError
-from hicache_ray.actors.group import RAY_NAMESPACE, GroupOptions, TPGroup
+from hicache_ray.actors.group import GroupOptions, Healer, TPGroup
+from hicache_ray.actors.names import RAY_NAMESPACE, group_name
 from hicache_ray.actors.rank import RankSpec
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
+from hicache_ray.actors.supervisor import SupervisorClient
 from hicache_ray.config import HiCacheConfig
 
 logger = logging.getLogger("hicache_ray.service")
@@ -88,7 +90,8 @@ def start(
             )
         chosen = replace(options or GroupOptions(step_timeout=resolved.step_timeout), detached=detached)
         storage = _start_storage(name, resolved, detached)
-        service = Service(name, resolved, storage, chosen, owns_ray=owns_ray)
+        supervisor = SupervisorClient.start(name, detached=detached)
+        service = Service(name, resolved, storage, chosen, owns_ray=owns_ray, supervisor=supervisor)
         service._publish()
     except BaseException:
         if owns_ray:
@@ -126,6 +129,7 @@ class Service:
         *,
         groups: Mapping[str, TPGroup | None] | None = None,
         owns_ray: bool = False,
+        supervisor: SupervisorClient | None = None,
     ) -> None:
         self.name = name
         self.config = config
@@ -134,6 +138,7 @@ class Service:
         self._groups: dict[str, TPGroup | None] = dict(groups or {})
         self._owns_ray = owns_ray
         self._stopped = False
+        self.supervisor = supervisor or SupervisorClient(name)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -164,12 +169,10 @@ class Service:
             return known
         if not _NAME.fullmatch(name):
             raise GroupError(f"{name!r} is no name for a group: use 1 to 48 letters, digits, '_' or '-'")
-        full = f"{self.name}:{name}"
         if name in self._groups:
-            group = TPGroup.connect(full, self.config.tp_size, self.options)
-        else:
-            group = TPGroup.create(self._specs(full, engine, engine_options or {}), self.options)
-        self._groups[name] = group
+            return self._connect(name)
+        specs = self._specs(group_name(self.name, name), engine, engine_options or {})
+        group = self._groups[name] = TPGroup.create(specs, self.options, self._healer(name))
         self._publish()
         return group
 
@@ -178,10 +181,10 @@ class Service:
         if self._stopped:
             return
         self._stopped = True
+        self.supervisor.stop()
         for name, group in self._groups.items():
             try:
-                running = group or TPGroup.connect(f"{self.name}:{name}", self.config.tp_size, self.options)
-                running.stop()
+                (group or self._connect(name)).stop()
             except GroupError as error:
                 logger.warning("group %s was gone when the service stopped: %s", name, error)
         if self.storage is not None:
@@ -195,6 +198,14 @@ class Service:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _connect(self, name: str) -> TPGroup:
+        full = group_name(self.name, name)
+        group = self._groups[name] = TPGroup.connect(full, self.config.tp_size, self.options, self._healer(name))
+        return group
+
+    def _healer(self, group: str) -> Healer:
+        return lambda seen: self.supervisor.recover(group, seen)
 
     def _specs(self, group: str, engine: str, engine_options: Mapping[str, Any]) -> list[RankSpec]:
         storage = self.storage.handle.options() if self.storage is not None else {}

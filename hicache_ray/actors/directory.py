@@ -12,6 +12,7 @@ import msgpack
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 KV_NAMESPACE = b"hicache_ray:services"
+GENERATIONS = b"hicache_ray:generations"
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,19 @@ def look_up(name: str) -> ServiceRecord | None:
 
 
 def forget(name: str) -> None:
-    """Drops a service's record; nothing happens when there is none."""
+    """Drops a service's record and its groups' generations; nothing happens when there is none."""
     _internal_kv_del(name.encode(), namespace=KV_NAMESPACE)
+    _internal_kv_del(f"{name}:".encode(), del_by_prefix=True, namespace=GENERATIONS)
+
+
+def publish_generation(group: str, generation: int) -> None:
+    """Notes the generation a group (by its full name) is at."""
+    _internal_kv_put(group.encode(), str(generation).encode(), overwrite=True, namespace=GENERATIONS)
+
+
+def generation_of(group: str) -> int:
+    """The generation a group was last known to be at; 0 when it has none."""
+    return int(_internal_kv_get(group.encode(), namespace=GENERATIONS) or b"0")
 
 
 def names() -> list[str]:

@@ -19,5 +19,9 @@ class DivergenceError(GroupError):
     """Ranks answered one step differently: their replicas of the tree are no longer equal."""
 
 
+class StaleGeneration(RuntimeError):
+    """A step was sent to a generation of the group that is over."""
+
+
 class GroupRestarted(GroupError):
     """The group was rebuilt: requests that were in flight on it have to be sent again."""

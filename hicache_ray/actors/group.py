@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from hicache_ray.actors.errors import DivergenceError, GroupError, RankDied, StepTimeout
+from hicache_ray.actors.errors import (
+    DivergenceError,
+    GroupError,
+    GroupRestarted,
+    RankDied,
+    StaleGeneration,
+    StepTimeout,
+)
+from hicache_ray.actors.names import RAY_NAMESPACE, rank_name
 from hicache_ray.actors.rank import CONCURRENCY_GROUPS, RankServer, RankSpec
 from hicache_ray.protocol import Admit, Admitted, Control, Finish, Finished, Polled, Scheduled, StepAnswer, StepRequest
 from hicache_ray.requests import RequestError
 
 logger = logging.getLogger("hicache_ray.group")
-
-RAY_NAMESPACE = "hicache_ray"
-"""Ray namespace of all named actors of this package."""
 
 INLINE_BYTES = 64 << 10
 """Larger step messages travel once, through the object store, instead of once a rank."""
@@ -58,6 +63,7 @@ class GroupOptions:
         detached: the actors outlive the driver that made them.
         step_timeout: seconds within which every rank has to answer a step.
         start_timeout: seconds within which all ranks have to be up.
+        heal: a rank that dies is started again and the group rebuilt; else the group is broken for good.
     """
 
     cpus: float = 0.1
@@ -66,6 +72,7 @@ class GroupOptions:
     detached: bool = False
     step_timeout: float = 10.0
     start_timeout: float = 120.0
+    heal: bool = True
 
 
 @dataclass
@@ -77,16 +84,22 @@ class _Ranks:
     pids: list[int] = field(default_factory=list)
 
 
-def actor_name(group: str, rank: int) -> str:
-    """Name of a rank's actor in `RAY_NAMESPACE`."""
-    return f"{group}:rank{rank}"
+Healer = Callable[[int], tuple[int, Sequence[int]]]
+"""Rebuilds a group found broken at a generation: returns its new generation and the ranks' process ids."""
 
 
 class TPGroup:
-    """The ranks of one model instance. Not thread-safe: one caller steps it."""
+    """The ranks of one model instance. Not thread-safe: one caller steps it.
 
-    def __init__(self, name: str, ranks: _Ranks, generation: int, options: GroupOptions) -> None:
+    A step that finds the group broken has it rebuilt by the `healer` and then raises GroupRestarted: requests that were
+    in flight are gone, the next step works. Without a healer the error stays, and so does every later step's.
+    """
+
+    def __init__(
+        self, name: str, ranks: _Ranks, generation: int, options: GroupOptions, healer: Healer | None = None
+    ) -> None:
         self.name = name
+        self.healer = healer if options.heal else None
         self.generation = generation
         self.options = options
         self.broken: GroupError | None = None
@@ -94,12 +107,15 @@ class TPGroup:
         self._step = 0
 
     @classmethod
-    def create(cls, specs: Sequence[RankSpec], options: GroupOptions | None = None) -> TPGroup:
+    def create(
+        cls, specs: Sequence[RankSpec], options: GroupOptions | None = None, healer: Healer | None = None
+    ) -> TPGroup:
         """Starts the actors of a group and joins them; returns when every rank is ready.
 
         Args:
             specs: one a rank, in rank order, all of one group.
             options: placement and deadlines.
+            healer: see the class.
 
         Raises:
             GroupError: a rank did not come up; what was started is stopped again.
@@ -107,7 +123,7 @@ class TPGroup:
         options = options or GroupOptions()
         name = specs[0].group
         ranks = _start(specs, options)
-        group = cls(name, ranks, generation=0, options=options)
+        group = cls(name, ranks, 0, options, healer)
         try:
             group._join(0)
         except BaseException:
@@ -116,7 +132,9 @@ class TPGroup:
         return group
 
     @classmethod
-    def connect(cls, name: str, size: int, options: GroupOptions | None = None) -> TPGroup:
+    def connect(
+        cls, name: str, size: int, options: GroupOptions | None = None, healer: Healer | None = None
+    ) -> TPGroup:
         """A running group by name. Steps go on where its last caller stopped; only one caller may step it.
 
         Raises:
@@ -125,15 +143,11 @@ class TPGroup:
         actors = []
         for rank in range(size):
             try:
-                actors.append(ray.get_actor(actor_name(name, rank), namespace=RAY_NAMESPACE))
+                actors.append(ray.get_actor(rank_name(name, rank), namespace=RAY_NAMESPACE))
             except ValueError:
                 raise GroupError(f"group {name}: rank {rank} is not running in this Ray cluster") from None
-        group = cls(name, _Ranks(actors, None), 0, options or GroupOptions())
-        group._ranks.pids = group._call("ping")
-        positions = group._call("position")
-        if len(set(map(tuple, positions))) > 1:
-            raise GroupError(f"group {name}: ranks are at different generations and steps: {positions}")
-        group.generation, group._step = positions[0]
+        group = cls(name, _Ranks(actors, None), 0, options or GroupOptions(), healer)
+        group._find_position()
         return group
 
     @property
@@ -165,7 +179,8 @@ class TPGroup:
 
         Raises:
             RequestError: the step names a request in a state in which that can't be done; nothing was applied anywhere.
-            StepTimeout, RankDied, DivergenceError: the group is broken; so is every later step of it.
+            GroupRestarted: the group was broken and is rebuilt; send the requests again.
+            StepTimeout, RankDied, DivergenceError: the group is broken and nobody rebuilds it; so is every later step.
         """
         if self.broken is not None:
             raise self.broken
@@ -180,9 +195,12 @@ class TPGroup:
             schedules=tuple(schedules),
             controls=tuple(controls),
         )
-        answers = [StepAnswer.decode(answer) for answer in self._send(request.encode())]
+        try:
+            answers = [StepAnswer.decode(answer) for answer in self._send(request.encode())]
+            self._compare(answers)
+        except GroupError as error:
+            self._heal(error)
         self._step += 1
-        self._compare(answers)
         return _group_answer(answers, (time.perf_counter() - began) * 1e6)
 
     def stats(self) -> list[dict[str, Any]]:
@@ -208,6 +226,27 @@ class TPGroup:
         self.generation = generation
         self._ranks.pids = self._call("join", generation, timeout=self.options.start_timeout)
 
+    def _find_position(self) -> None:
+        infos = self._call("survey")
+        self._ranks.pids = [info.pid for info in infos]
+        places = {(info.generation, info.next_step) for info in infos}
+        if len(places) > 1 or any(info.fresh for info in infos):
+            self._heal(GroupError(f"group {self.name}: ranks are at different points: {sorted(places)}"))
+        ((self.generation, self._step),) = places
+
+    def _heal(self, error: GroupError) -> NoReturn:
+        """Has the group rebuilt and raises GroupRestarted; without a healer the group stays broken."""
+        if self.healer is None:
+            self.broken = error
+            raise error
+        began = time.monotonic()
+        self.generation, pids = self.healer(self.generation)
+        self._ranks.pids, self._step = list(pids), 0
+        took = time.monotonic() - began
+        raise GroupRestarted(
+            f"group {self.name} was rebuilt as generation {self.generation} in {took:.1f} s: {error}"
+        ) from error
+
     def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
         timeout = timeout or self.options.step_timeout
         refs = [getattr(actor, method).remote(*arguments) for actor in self._ranks.actors]
@@ -222,13 +261,15 @@ class TPGroup:
         try:
             return ray.get(refs, timeout=timeout)
         except GetTimeoutError:
-            raise self._break(StepTimeout(f"group {self.name}: {what} was not answered within {timeout:g} s")) from None
+            raise StepTimeout(f"group {self.name}: {what} was not answered within {timeout:g} s") from None
         except RayTaskError as error:
             if isinstance(error.cause, RequestError | AssertionError):
                 raise error.cause from None
-            raise self._break(RankDied(f"group {self.name}: a rank failed in {what}: {error.cause}")) from error
+            if isinstance(error.cause, StaleGeneration):
+                raise GroupError(f"group {self.name}: {error.cause}") from None
+            raise RankDied(f"group {self.name}: a rank failed in {what}: {error.cause}") from error
         except RayActorError as error:
-            raise self._break(RankDied(f"group {self.name}: a rank died in {what}: {error}")) from error
+            raise RankDied(f"group {self.name}: a rank died in {what}: {error}") from error
 
     def _compare(self, answers: Sequence[StepAnswer]) -> None:
         first = answers[0]
@@ -237,17 +278,10 @@ class TPGroup:
                 continue
             fields = ("step", "digest", "admitted", "polled", "scheduled", "finished")
             differing = [name for name, a, b in zip(fields, first.agreed(), answer.agreed(), strict=True) if a != b]
-            raise self._break(
-                DivergenceError(
-                    f"group {self.name}: ranks {first.rank} and {answer.rank} differ at step {first.step} "
-                    f"in {', '.join(differing)}"
-                )
+            raise DivergenceError(
+                f"group {self.name}: ranks {first.rank} and {answer.rank} differ at step {first.step} "
+                f"in {', '.join(differing)}"
             )
-
-    def _break(self, error: GroupError) -> GroupError:
-        self.broken = error
-        logger.error("%s", error)
-        return error
 
 
 def _start(specs: Sequence[RankSpec], options: GroupOptions) -> _Ranks:
@@ -271,13 +305,13 @@ def _start_rank(spec: RankSpec, bundle: int, placement: Any, options: GroupOptio
 
     strategy = PlacementGroupSchedulingStrategy(placement, bundle) if placement is not None else "DEFAULT"
     actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankServer).options(
-        name=actor_name(spec.group, spec.rank),
+        name=rank_name(spec.group, spec.rank),
         namespace=RAY_NAMESPACE,
         lifetime=lifetime,
         num_cpus=options.cpus,
         num_gpus=options.gpus,
         scheduling_strategy=strategy,
-        max_restarts=0,
+        max_restarts=-1 if options.heal else 0,
     )
     return actor.remote(spec)
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import ray
 
-from hicache_ray.actors.collective import ReductionGroup
+from hicache_ray.actors.collective import CollectiveError, ReductionGroup
+from hicache_ray.actors.errors import StaleGeneration
+from hicache_ray.actors.recovery import RankInfo
 from hicache_ray.build import build_cache
 from hicache_ray.cache import alone
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.engine import Engine, load_engine
 from hicache_ray.protocol import StepRequest
+from hicache_ray.recover import Peer, Returning
 
+logger = logging.getLogger("hicache_ray.rank")
+
+PEER_TIMEOUT = 5.0
 
 CONCURRENCY_GROUPS = {"health": 1, "peer": 1}
 """Threads beside the one that steps: for signs of life, and for pages that other ranks ask for."""
@@ -52,6 +59,8 @@ class RankServer:
         self.cache = build_cache(spec.config, rank=spec.rank, storage_options=spec.storage)
         self.engine: Engine | None = load_engine(spec.engine, self.cache, spec.engine_options) if spec.engine else None
         self.reduction: ReductionGroup | None = None
+        self.returning = Returning(self.cache)
+        self.joined = False
 
     def join(self, generation: int) -> int:
         """Enters the group's reduction of this generation, leaving an older one first; returns this process's id.
@@ -59,7 +68,7 @@ class RankServer:
         All ranks of the group have to call it at about the same time.
         """
         self.leave()
-        self.cache.generation = generation
+        self.cache.begin_generation(generation)
         config = self.spec.config
         if config.tp_size > 1:
             self.reduction = ReductionGroup.join(
@@ -70,18 +79,59 @@ class RankServer:
                 timeout=config.collective_timeout,
                 backend=config.collective_backend,
             )
+        self.joined = True
         return os.getpid()
 
+    @ray.method(concurrency_group="health")
     def leave(self) -> None:
-        """Leaves the reduction, which frees ranks that wait in it. May be called twice."""
-        if self.reduction is not None:
-            self.reduction.close()
-            self.reduction = None
+        """Leaves the reduction, which frees ranks that wait in it. May be called twice, and beside a running step."""
+        reduction, self.reduction = self.reduction, None
+        if reduction is not None:
+            reduction.close()
+
+    # -- recovery, in this order -------------------------------------------------------------------------------------
+
+    def survey(self) -> RankInfo:
+        """Who this is now; answered when no step is running."""
+        return self.ping()
+
+    def quiesce(self, timeout: float) -> None:
+        """Ends all requests and transfers of this rank; TimeoutError when one does not end in time."""
+        self.returning.quiesce(timeout)
+
+    def settings(self) -> dict[str, Any]:
+        """What was changed at run time."""
+        return self.cache.settings()
+
+    def adopt(self, settings: dict[str, Any]) -> None:
+        """Takes over another rank's `settings`."""
+        self.cache.adopt(settings)
+
+    def catalog(self) -> bytes:
+        """This rank's host tier as a message."""
+        return self.returning.catalog()
+
+    def claim(self, catalog: bytes, peers: Sequence[Any], seconds: float) -> bytes:
+        """Which pages of the catalog this rank has, one byte a page, after fetching what it can (`recover`)."""
+        return self.returning.claim(catalog, [_peer(actor) for actor in peers], seconds)
+
+    @ray.method(concurrency_group="peer")
+    def pages(self, hashes: Sequence[bytes]) -> np.ndarray | None:
+        """Bytes of pages this rank has in L2, for another rank's `claim`; None when one is missing."""
+        return self.returning.pages(hashes)
+
+    def restore(self, catalog: bytes, retained: bytes) -> int:
+        """Takes the retained pages as the new tree; returns its digest."""
+        return self.returning.restore(catalog, retained)
 
     def step(self, message: bytes) -> bytes:
         """One step: `StepRequest.encode()` in, `StepAnswer.encode()` out."""
         began = time.perf_counter()
         request = StepRequest.decode(message)
+        if request.generation != self.cache.generation:
+            raise StaleGeneration(
+                f"step of generation {request.generation}, the group is at generation {self.cache.generation}"
+            )
         if self.engine is not None:
             self.engine.before_step(self.cache, request)
         prepared = time.perf_counter()
@@ -94,10 +144,6 @@ class RankServer:
         answer.timings_us["total"] = (ended - began) * 1e6
         return answer.encode()
 
-    def position(self) -> tuple[int, int]:
-        """(generation, number of the next step): where a caller that takes this group over has to go on."""
-        return self.cache.generation, self.cache.next_step
-
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, and the ledger of its pools; plain numbers under stable names."""
         return self.cache.stats()
@@ -107,9 +153,10 @@ class RankServer:
         self.cache.check_integrity()
 
     @ray.method(concurrency_group="health")
-    def ping(self) -> int:
-        """The process id; answered beside a running step."""
-        return os.getpid()
+    def ping(self) -> RankInfo:
+        """Who this is; answered beside a running step."""
+        node = ray.get_runtime_context().get_node_id()
+        return RankInfo(os.getpid(), node, self.cache.generation, self.cache.next_step, fresh=not self.joined)
 
     def close(self) -> None:
         """Ends threads, leaves the reduction, closes the store. May be called twice."""
@@ -117,6 +164,20 @@ class RankServer:
         self.cache.close()
 
     def _reduce(self, vector: np.ndarray) -> np.ndarray:
-        if self.reduction is None:
+        if self.spec.config.tp_size == 1:
             return alone(vector)
-        return self.reduction.allreduce_min(vector)
+        reduction = self.reduction
+        if reduction is None:
+            raise CollectiveError(f"rank {self.spec.rank} of group {self.spec.group} has left its reduction")
+        return reduction.allreduce_min(vector)
+
+
+def _peer(actor: Any) -> Peer:
+    def ask(hashes: Sequence[bytes]) -> np.ndarray | None:
+        try:
+            return ray.get(actor.pages.remote(list(hashes)), timeout=PEER_TIMEOUT)
+        except ray.exceptions.RayError as error:
+            logger.warning("a peer did not give its pages: %s", error)
+            return None
+
+    return ask

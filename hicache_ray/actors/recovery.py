@@ -1,0 +1,189 @@
+"""Brings a group back after a rank died, hung or diverged: a new generation in which all ranks agree (DESIGN 7).
+
+    survey -> end what does not answer -> quiesce -> catalog of a survivor -> claims -> restore what all have -> join
+
+Ray restarts a dead rank's actor by itself. Every wait has a deadline; a rank that misses one is ended and comes back as
+a fresh one in the next attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from hicache_ray.actors.errors import GroupError
+from hicache_ray.actors.processes import kill_rank
+
+logger = logging.getLogger("hicache_ray.recovery")
+
+ATTEMPTS = 3
+
+
+class RankInfo(NamedTuple):
+    """What a rank says about itself: `fresh` until it has joined a generation."""
+
+    pid: int
+    node_id: str
+    generation: int
+    next_step: int
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class RecoveryLimits:
+    """Deadlines of a recovery, seconds.
+
+    Attributes:
+        answer: for a rank that may still be inside a reduction.
+        start: for an actor to come up again.
+        quiesce: for a rank's own transfers to end.
+        claim: spent on getting pages back; what is not back by then is dropped (and found in L3 later).
+    """
+
+    answer: float = 8.0
+    start: float = 60.0
+    quiesce: float = 10.0
+    claim: float = 5.0
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """How a recovery ended.
+
+    Attributes:
+        generation: the group's new one.
+        pids: of the ranks, in rank order.
+        fresh: ranks that had lost everything.
+        pages, retained: pages in the agreed catalog, and how many of them all ranks have.
+        seconds: from the call to the end.
+    """
+
+    generation: int
+    pids: tuple[int, ...]
+    fresh: tuple[int, ...]
+    pages: int
+    retained: int
+    seconds: float
+
+
+class _Lost(Exception):
+    """Ranks that missed a deadline or failed in a phase."""
+
+    def __init__(self, ranks: Sequence[int], why: str) -> None:
+        super().__init__(why)
+        self.ranks = ranks
+
+
+class Recovery:
+    """One recovery of one group. Not to be run twice at the same time for the same group."""
+
+    def __init__(self, name: str, actors: Sequence[Any], *, shares_bytes: bool, limits: RecoveryLimits) -> None:
+        """`shares_bytes`: all ranks hold the same bytes (MLA), so a lost rank can get them from any other."""
+        self.name = name
+        self.actors = tuple(actors)
+        self.shares_bytes = shares_bytes
+        self.limits = limits
+        self._known: dict[int, RankInfo] = {}
+
+    def run(self, generation: int, known: Sequence[RankInfo] = ()) -> Recovered:
+        """Rebuilds the group as `generation`, or a later one if that takes several attempts.
+
+        Args:
+            generation: to begin with; above all that the group ever had.
+            known: where the ranks' processes were last seen, in rank order, to end those that hang.
+
+        Raises:
+            GroupError: it could not be rebuilt in `ATTEMPTS` attempts.
+        """
+        began = time.monotonic()
+        self._known = dict(enumerate(known))
+        claim = self.limits.claim
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._attempt(generation + attempt, claim, began)
+            except _Lost as error:
+                logger.warning("group %s: %s; trying again", self.name, error)
+                for rank in error.ranks:
+                    self._end(rank)
+                claim = 0.0  # whatever hung while pages were fetched must not stop the group a second time
+        raise GroupError(f"group {self.name} could not be rebuilt in {ATTEMPTS} attempts")
+
+    def _attempt(self, generation: int, claim: float, began: float) -> Recovered:
+        ranks = self._survey()
+        everyone = range(len(self.actors))
+        self._all("quiesce", self.limits.quiesce, everyone, self.limits.quiesce)
+        survivors = [rank for rank in everyone if not ranks[rank].fresh]
+        pages = retained = 0
+        if survivors:
+            pages, retained = self._restore(survivors, claim)
+        pids = self._all("join", self.limits.start, everyone, generation)
+        fresh = tuple(rank for rank in everyone if ranks[rank].fresh)
+        return Recovered(generation, tuple(pids), fresh, pages, retained, time.monotonic() - began)
+
+    def _restore(self, survivors: list[int], claim: float) -> tuple[int, int]:
+        everyone = range(len(self.actors))
+        source = survivors[0]
+        (settings,) = self._all("settings", self.limits.answer, [source])
+        self._all("adopt", self.limits.answer, [rank for rank in everyone if rank != source], settings)
+        (catalog,) = self._all("catalog", self.limits.answer, [source])
+        shared = ray.put(catalog)
+        peers = [self.actors[rank] for rank in survivors] if self.shares_bytes else []
+        masks = self._all("claim", claim + self.limits.quiesce, everyone, shared, peers, claim)
+        kept = np.minimum.reduce([np.frombuffer(mask, dtype=np.uint8) for mask in masks])
+        digests = self._all("restore", self.limits.answer, everyone, shared, kept.tobytes())
+        if len(set(digests)) > 1:
+            raise _Lost(list(everyone), f"ranks restored different trees from one catalog: {digests}")
+        return len(kept), int(kept.sum())
+
+    def _survey(self) -> list[RankInfo]:
+        """Who is there. A rank that does not answer in time is ended, and awaited as a fresh one."""
+        answers: dict[int, RankInfo] = {}
+        for rank, actor in enumerate(self.actors):
+            actor.leave.remote()  # frees ranks that wait for it in a reduction; answered beside a running step
+            logger.debug("group %s: rank %d was asked to leave the reduction", self.name, rank)
+        answers.update(self._answers("survey", self.limits.answer, range(len(self.actors))))
+        silent = [rank for rank in range(len(self.actors)) if rank not in answers]
+        for rank in silent:
+            self._end(rank)
+        deadline = time.monotonic() + self.limits.start
+        while silent and time.monotonic() < deadline:
+            answers.update(self._answers("survey", deadline - time.monotonic(), silent))
+            silent = [rank for rank in silent if rank not in answers]
+        if silent:
+            raise GroupError(f"group {self.name}: ranks {silent} did not come up within {self.limits.start:g} s")
+        self._known.update(answers)
+        return [answers[rank] for rank in range(len(self.actors))]
+
+    def _answers(self, method: str, timeout: float, ranks: Sequence[int], *arguments: Any) -> dict[int, Any]:
+        """The answers that came within `timeout` seconds, by rank."""
+        refs = {getattr(self.actors[rank], method).remote(*arguments): rank for rank in ranks}
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=max(0.0, timeout))
+        answers = {}
+        for ref in done:
+            try:
+                answers[refs[ref]] = ray.get(ref, timeout=1.0)
+            except (RayError, GetTimeoutError) as error:
+                logger.info("group %s: rank %d failed in %s: %s", self.name, refs[ref], method, error)
+        return answers
+
+    def _all(self, method: str, timeout: float, ranks: Sequence[int], *arguments: Any) -> list[Any]:
+        answers = self._answers(method, timeout, ranks, *arguments)
+        lost = [rank for rank in ranks if rank not in answers]
+        if lost:
+            raise _Lost(lost, f"ranks {lost} did not answer {method} within {timeout:g} s")
+        return [answers[rank] for rank in ranks]
+
+    def _end(self, rank: int) -> None:
+        """Ends a rank's process where it was last seen; Ray starts the actor again."""
+        info = self._known.get(rank)
+        if info is not None:
+            kill_rank(info.pid, info.node_id)
+        else:
+            ray.kill(self.actors[rank], no_restart=False)

@@ -1,0 +1,232 @@
+"""The supervisor of a service: notices ranks that died, hang or came back empty, and rebuilds their groups (DESIGN 7).
+
+It keeps nothing of its own: groups and generations are in the directory, so its own death is harmless. Ray restarts it
+and it reads them again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from hicache_ray.actors.directory import generation_of, look_up, publish_generation
+from hicache_ray.actors.errors import GroupError
+from hicache_ray.actors.names import RAY_NAMESPACE, group_name, rank_name, supervisor_name
+from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery, RecoveryLimits
+
+logger = logging.getLogger("hicache_ray.supervisor")
+
+CONCURRENCY_GROUPS = {"status": 1}
+HISTORY = 1000
+"""Most heals that are remembered."""
+
+
+class Heal(NamedTuple):
+    """One rebuild of a group, for the record. Times are seconds since the epoch."""
+
+    group: str
+    noticed_at: float
+    healed_at: float
+    generation: int
+    fresh: tuple[int, ...]
+    pages: int
+    retained: int
+    error: str = ""
+
+
+class SupervisorServer:
+    """The actor's class.
+
+    Args:
+        service: whose groups it watches.
+        period: seconds between two looks at all ranks.
+        patience: seconds a rank may be silent before its group is rebuilt.
+    """
+
+    def __init__(self, service: str, period: float = 1.0, patience: float = 10.0) -> None:
+        self.service = service
+        self.period = period
+        self.patience = patience
+        self.heals: list[Heal] = []
+        self._one_at_a_time = threading.Lock()
+        self._seen: dict[str, dict[int, RankInfo]] = {}
+        self._silent_since: dict[tuple[str, int], float] = {}
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="hicache-supervisor", daemon=True).start()
+
+    def recover(self, group: str, seen: int) -> tuple[int, tuple[int, ...]]:
+        """Rebuilds a group that its caller found broken at generation `seen`; (generation, pids) after it.
+
+        When somebody else rebuilt it meanwhile, the newer generation is returned and nothing is done.
+
+        Raises:
+            GroupError: it can't be rebuilt, or the service does not know it.
+        """
+        with self._one_at_a_time:
+            full = group_name(self.service, group)
+            current = generation_of(full)
+            infos = self._ping(group)
+            if current > seen and len(infos) == self._size(group) and not any(i.fresh for i in infos.values()):
+                return current, tuple(infos[rank].pid for rank in sorted(infos))
+            recovered = self._recover(group)
+            return recovered.generation, recovered.pids
+
+    @ray.method(concurrency_group="status")
+    def history(self) -> list[Heal]:
+        """The rebuilds since this supervisor's process began, oldest first."""
+        return list(self.heals)
+
+    @ray.method(concurrency_group="status")
+    def stop(self) -> None:
+        """Ends the watch; a rebuild under way ends first. May be called twice."""
+        self._stopped.set()
+        with self._one_at_a_time:
+            pass
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self.period):
+            try:
+                record = look_up(self.service)
+                for group in record.groups if record else ():
+                    if self._is_broken(group):
+                        with self._one_at_a_time:
+                            if self._is_broken(group) and not self._stopped.is_set():
+                                self._recover(group)
+            except Exception:
+                logger.exception("the watch over service %s failed once; it goes on", self.service)
+
+    def _is_broken(self, group: str) -> bool:
+        """Whether a rank came back empty, is behind in generation, or has been silent for too long."""
+        infos = self._ping(group)
+        now = time.monotonic()
+        broken = False
+        for rank in range(self._size(group)):
+            info = infos.get(rank)
+            if info is None:
+                since = self._silent_since.setdefault((group, rank), now)
+                broken = broken or now - since >= self.patience
+                continue
+            self._silent_since.pop((group, rank), None)
+            broken = broken or info.fresh
+        return broken
+
+    def _ping(self, group: str) -> dict[int, RankInfo]:
+        refs = {}
+        for rank in range(self._size(group)):
+            try:
+                refs[self._actor(group, rank).ping.remote()] = rank
+            except ValueError:
+                continue
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=self.period) if refs else ([], [])
+        infos = {}
+        for ref in done:
+            try:
+                infos[refs[ref]] = ray.get(ref)
+            except RayError as error:
+                logger.debug("rank %d of %s does not answer: %s", refs[ref], group, error)
+        self._seen.setdefault(group, {}).update({rank: info for rank, info in infos.items() if not info.fresh})
+        return infos
+
+    def _recover(self, group: str) -> Recovered:
+        noticed, full = time.time(), group_name(self.service, group)
+        record = look_up(self.service)
+        if record is None or group not in record.groups:
+            raise GroupError(f"service {self.service} has no group {group!r}")
+        actors = [self._actor(group, rank) for rank in range(self._size(group))]
+        shares = record.config["attention"] == "mla"
+        known = self._seen.get(group, {})
+        infos = [known[rank] for rank in range(len(actors))] if len(known) == len(actors) else []
+        begin = max([generation_of(full), *(info.generation for info in known.values())]) + 1
+        try:
+            recovered = Recovery(full, actors, shares_bytes=shares, limits=RecoveryLimits()).run(begin, infos)
+        except GroupError as error:
+            self._remember(Heal(group, noticed, time.time(), begin, (), 0, 0, str(error)))
+            raise
+        publish_generation(full, recovered.generation)
+        self._seen[group] = {}
+        self._remember(
+            Heal(
+                group,
+                noticed,
+                time.time(),
+                recovered.generation,
+                recovered.fresh,
+                recovered.pages,
+                recovered.retained,
+            )
+        )
+        return recovered
+
+    def _remember(self, heal: Heal) -> None:
+        self.heals = [*self.heals[-HISTORY + 1 :], heal]
+        logger.warning("group %s: %s", heal.group, heal)
+
+    def _size(self, group: str) -> int:
+        record = look_up(self.service)
+        return int(record.config["tp_size"]) if record else 0
+
+    def _actor(self, group: str, rank: int) -> Any:
+        return ray.get_actor(rank_name(group_name(self.service, group), rank), namespace=RAY_NAMESPACE)
+
+
+class SupervisorClient:
+    """A service's supervisor as its users see it; outlasts the supervisor's restarts."""
+
+    def __init__(self, service: str, timeout: float = 120.0) -> None:
+        self.service = service
+        self.timeout = timeout
+
+    @classmethod
+    def start(cls, service: str, *, detached: bool) -> SupervisorClient:
+        """Starts the supervisor's actor."""
+        actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(SupervisorServer).options(
+            name=supervisor_name(service),
+            namespace=RAY_NAMESPACE,
+            lifetime="detached" if detached else None,
+            num_cpus=0,
+            max_restarts=-1,
+        )
+        client = cls(service)
+        client._owned = actor.remote(service)  # an actor that is not detached ends with its last handle
+        return client
+
+    _owned: Any = None
+
+    def recover(self, group: str, seen: int) -> tuple[int, tuple[int, ...]]:
+        """As `SupervisorServer.recover`; asks again when the supervisor itself died meanwhile."""
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                ref = self._actor().recover.remote(group, seen)
+                return ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))
+            except RayActorError as error:
+                if time.monotonic() >= deadline:
+                    raise GroupError(f"group {group}: no supervisor answered within {self.timeout:g} s") from error
+                threading.Event().wait(0.2)
+
+    def history(self) -> list[Heal]:
+        """The rebuilds since the supervisor's process began."""
+        return ray.get(self._actor().history.remote(), timeout=10.0)
+
+    def stop(self) -> None:
+        """Ends the supervisor for good; nothing happens when there is none."""
+        try:
+            actor = ray.get_actor(supervisor_name(self.service), namespace=RAY_NAMESPACE)
+        except ValueError:
+            return
+        try:
+            ray.get(actor.stop.remote(), timeout=10.0)
+        except RayError as error:
+            logger.warning("the supervisor of %s did not stop by itself: %s", self.service, error)
+        ray.kill(actor, no_restart=True)
+
+    def _actor(self) -> Any:
+        try:
+            return ray.get_actor(supervisor_name(self.service), namespace=RAY_NAMESPACE)
+        except ValueError:
+            raise GroupError(f"service {self.service} has no supervisor: it is not running") from None
