@@ -72,7 +72,7 @@ class IndexPair:
         policy = rng.choice(list(ORDER))
         write_policy = rng.choice(WRITE_POLICIES)
         device, host = rng.choice((12, 24, 48)), rng.choice((0, 12, 24, 48, 96))
-        load_pages = rng.choice((0, 1, 2, 4))
+        load_pages, refresh_remainder = rng.choice((0, 1, 2, 4)), rng.random() < 0.5
         self.index = TieredIndex(
             page_size=self.page_size,
             device_pages=device,
@@ -82,8 +82,9 @@ class IndexPair:
             load_back_threshold=load_pages * self.page_size,
             hash_pages=rng.random() < 0.4,
             bigram=self.bigram,
+            refresh_remainder=refresh_remainder,
         )
-        self.naive = NaiveIndex(device, host, policy, write_policy, load_pages, self.page_size)
+        self.naive = NaiveIndex(device, host, policy, write_policy, load_pages, self.page_size, refresh_remainder)
         self.requests: list[Request] = []
         self.locks: list[tuple[Node, NaiveNode]] = []
         self.prefetches: list[Prefetch] = []

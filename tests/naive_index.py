@@ -64,9 +64,17 @@ class NaiveIndex:
     """The same operations as TieredIndex, with the same meaning."""
 
     def __init__(
-        self, device_pages: int, host_pages: int, policy: str, write_policy: str, load_pages: int, page_size: int
+        self,
+        device_pages: int,
+        host_pages: int,
+        policy: str,
+        write_policy: str,
+        load_pages: int,
+        page_size: int,
+        refresh_remainder: bool,
     ) -> None:
         self.order = ORDER[policy]
+        self.refresh_remainder = refresh_remainder
         self.write_policy = write_policy
         self.load_pages = load_pages
         self.page_size = page_size
@@ -126,10 +134,11 @@ class NaiveIndex:
             child = next((child for child in node.children if child.pages[0] == rest[0]), None)
             if child is None:
                 break
-            child.last_access = self.tick
             shared = 0
             while shared < min(len(child.pages), len(rest)) and child.pages[shared] == rest[shared]:
                 shared += 1
+            if shared == len(child.pages) or self.refresh_remainder:
+                child.last_access = self.tick
             if shared < len(child.pages):
                 return self._split(child, shared)
             node, rest = child, rest[shared:]

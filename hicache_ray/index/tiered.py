@@ -44,6 +44,9 @@ class TieredIndex:
         load_back_threshold: fewest tokens worth loading from the host (case 39).
         hash_pages: nodes carry page hashes; needed once an L3 is attached, see `enable_hashes`.
         bigram: keys are made of pairs of tokens (EAGLE).
+        refresh_remainder: where a walk ends inside a node, the part of it that was not asked for counts as used too.
+            True is SGLang's way and that of the recorded traces. False keeps more of what is asked for again: 2 % more
+            hits in a chat trace whose working set is ten times the cache.
 
     Attributes:
         tree: the radix tree.
@@ -63,12 +66,14 @@ class TieredIndex:
         load_back_threshold: int = 10,
         hash_pages: bool = False,
         bigram: bool = False,
+        refresh_remainder: bool = True,
     ) -> None:
         self.page_size = page_size
         self.load_back_threshold = load_back_threshold
         self.hash_pages = hash_pages
         self.bigram = bigram
-        self.tree = RadixTree(page_bytes_of(page_size, bigram), eviction_policy)
+        page_bytes = page_bytes_of(page_size, bigram)
+        self.tree = RadixTree(page_bytes, eviction_policy, refresh_remainder=refresh_remainder)
         self.device = PageAllocator(device_pages, page_size)
         self.host = PageAllocator(host_pages, page_size)
         self._tiered = host_pages > 0

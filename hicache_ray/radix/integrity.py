@@ -66,17 +66,21 @@ def _check_counters(tree: RadixTree, nodes: list[Node]) -> None:
 
 
 def _check_candidates(tree: RadixTree, nodes: list[Node]) -> None:
-    device, host = tree.device_candidates, tree.host_candidates
+    device, host = _queued_keys(tree.device_candidates), _queued_keys(tree.host_candidates)
     for node in nodes:
-        assert not is_device_candidate(node) or _is_queued(device, node, node.device_key), f"{node!r} is not queued"
-        assert not is_host_candidate(node) or _is_queued(host, node, node.host_key), f"{node!r} is not queued"
+        assert not is_device_candidate(node) or _is_queued(tree, node, node.device_key, device), f"{node!r} is lost"
+        assert not is_host_candidate(node) or _is_queued(tree, node, node.host_key, host), f"{node!r} is lost"
 
 
-def _is_queued(queue: CandidateQueue, node: Node, key: Any) -> bool:
+def _queued_keys(queue: CandidateQueue) -> set[tuple[int, Any]]:
+    return {(seq, key) for key, seq, _ in queue.entries()}
+
+
+def _is_queued(tree: RadixTree, node: Node, key: Any, queued: set[tuple[int, Any]]) -> bool:
     # An ascending key may have grown since; any other must be the one the node has now.
-    current = queue.strategy.key(node)
-    in_place = key == current or (queue.strategy.ascending and key is not None and key < current)
-    return in_place and any(entry[2] is node and entry[0] == key for entry in queue.entries())
+    current = tree.strategy.key(node)
+    in_place = key == current or (tree.strategy.ascending and key is not None and key < current)
+    return in_place and (node.seq, key) in queued
 
 
 def _check_digest(tree: RadixTree, nodes: list[Node]) -> None:

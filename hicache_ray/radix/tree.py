@@ -49,6 +49,8 @@ class RadixTree:
     Args:
         page_bytes: bytes of one page in a key.
         strategy: a registered eviction policy's name, or a strategy.
+        refresh_remainder: a walk that ends inside a node makes the rest of that node recent too, as SGLang does and the
+            recorded traces show. Without it only what was asked for becomes recent, which keeps more of it.
 
     Attributes:
         tick: the logical clock; every operation is a new point in time.
@@ -61,8 +63,11 @@ class RadixTree:
         epoch: incremented when the whole tree is dropped.
     """
 
-    def __init__(self, page_bytes: int, strategy: str | EvictionStrategy = "lru") -> None:
+    def __init__(
+        self, page_bytes: int, strategy: str | EvictionStrategy = "lru", *, refresh_remainder: bool = True
+    ) -> None:
         self.page_bytes = page_bytes
+        self.refresh_remainder = refresh_remainder
         self.strategy = eviction_policy(strategy) if isinstance(strategy, str) else strategy
         self.tick = self.splits = self.epoch = self.protections = 0
         self.device_candidates = CandidateQueue(self.strategy, "device_key", is_device_candidate)
@@ -82,7 +87,7 @@ class RadixTree:
     def descend(self, key: Key, start: Node | None = None) -> Node:
         """The deepest node that `key` reaches; a node it reaches only in part is split at the page (cases 14, 15).
 
-        Every node met becomes the most recent. With `start`, a node on the key's path, the walk begins there and the
+        Every node met becomes the most recent, see `refresh_remainder`. With `start`, a node on the key's path, the walk begins there and the
         nodes above it are left alone.
         """
         notes = self._digest.notes
@@ -100,7 +105,8 @@ class RadixTree:
                 if child is None:
                     break
                 if not units.startswith(child.key, offset):
-                    child.last_access = tick
+                    if self.refresh_remainder:
+                        child.last_access = tick
                     node = self.split(child, _shared_bytes(units, offset, child.key) // step)
                     self.reorder(child)
                     break
