@@ -1,0 +1,91 @@
+"""Killed, hung and lost ranks: the group is rebuilt, requests end, nothing wrong is served (DESIGN 7, FAILURES B)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+
+from hicache_ray.actors.errors import GroupRestarted
+from hicache_ray.actors.group import TPGroup
+from hicache_ray.actors.names import RAY_NAMESPACE, supervisor_name
+from hicache_ray.service import Service
+from tests.ray_service import ENGINE, prompts, serve, serve_until_restarted, service, settle, until
+
+pytestmark = pytest.mark.ray
+
+ASKED = prompts(8, seed=3)
+
+
+@pytest.fixture(scope="module", params=["mha", "mla"])
+def running(request: pytest.FixtureRequest) -> Iterator[Service]:
+    with service("recovery", attention=request.param, hicache_ratio=6.0) as started:
+        yield started
+
+
+@pytest.fixture
+def group(running: Service) -> TPGroup:
+    group = running.group("a", engine=ENGINE)
+    for n, prompt in enumerate(ASKED):
+        serve(group, f"warm{n}", prompt)
+    settle(group)
+    return group
+
+
+def requests(prefix: str) -> Iterator[tuple[str, np.ndarray]]:
+    for n in range(10_000):
+        yield f"{prefix}{n}", ASKED[n % len(ASKED)]
+
+
+def serves_again(group: TPGroup, prefix: str) -> None:
+    """Everything that was in L3 is a hit again, the ledger balances, replicas agree."""
+    for n, prompt in enumerate(ASKED):
+        assert serve(group, f"{prefix}{n}", prompt).computed_tokens == 4
+    settle(group)
+    group.check_integrity()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_comes_back_with_its_pages(group: TPGroup, rank: int) -> None:
+    before, pids = group.generation, group.pids
+    os.kill(pids[rank], signal.SIGKILL)
+    restarted = serve_until_restarted(group, requests(f"kill{rank}-"))
+    assert f"generation {group.generation}" in str(restarted) and group.generation > before
+    assert group.pids[rank] != pids[rank] and group.pids[1 - rank] == pids[1 - rank]
+    serves_again(group, f"killed{rank}-")
+
+
+def test_a_hung_rank_is_noticed_and_replaced(running: Service, group: TPGroup) -> None:
+    pids = group.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    serve_until_restarted(group, requests("hang-"))
+    assert group.pids[1] != pids[1]
+    serves_again(group, "hung-")
+
+
+def test_the_supervisor_heals_a_group_that_nobody_steps(running: Service, group: TPGroup) -> None:
+    heals = len(running.supervisor.history())
+    os.kill(group.pids[0], signal.SIGKILL)
+    until(lambda: len(running.supervisor.history()) > heals, "a heal")
+    with pytest.raises(GroupRestarted):
+        group.step()
+    serves_again(group, "idle-")
+
+
+def test_a_killed_supervisor_comes_back_and_heals(running: Service, group: TPGroup) -> None:
+    supervisor = ray.get_actor(supervisor_name(running.name), namespace=RAY_NAMESPACE)
+    ray.kill(supervisor, no_restart=False)
+    os.kill(group.pids[1], signal.SIGKILL)
+    serve_until_restarted(group, requests("both-"))
+    serves_again(group, "after-")
+
+
+def test_all_ranks_killed_at_once_start_empty_and_find_their_pages_in_l3(group: TPGroup) -> None:
+    for pid in group.pids:
+        os.kill(pid, signal.SIGKILL)
+    serve_until_restarted(group, requests("all-"))
+    serves_again(group, "anew-")
