@@ -277,13 +277,15 @@ def write_and_kill(folder: Path, attempt: int, cap: int) -> None:
     command = [sys.executable, "-c", WRITER, str(folder), repository, str(cap)]
     seeds = [str(attempt * 100_000 + number * 10_000) for number in range(2)]
     writers = [subprocess.Popen([*command, seed], stdout=subprocess.PIPE) for seed in seeds]
-    for writer in writers:
-        assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
-    newest = time.time_ns()
-    eventually(lambda: count_newer(folder, newest) > 32, "nothing is written")
-    for writer in writers:
-        writer.kill()
-        writer.wait()
+    try:
+        for writer in writers:
+            assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
+        newest = time.time_ns()
+        eventually(lambda: count_newer(folder, newest) > 32, "nothing is written")
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
 
 
 def count_newer(folder: Path, stamp: int) -> int:
