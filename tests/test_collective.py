@@ -179,6 +179,7 @@ def test_keys_of_a_rank_that_died_while_joining_are_deleted(take, group):
     dead = take(1)[0]
     dead.join.remote("last", 0, 1, 2, {})
     wait_for(lambda: bool(keys()))
+    os.kill(get(dead.pid.remote()), signal.SIGKILL)
     assert all(key.startswith("collective/last:0/") for key in keys())
     assert forget_group("las") == 0
     assert forget_group("last") > 0 and keys() == []
