@@ -33,7 +33,7 @@ LAYERS = [
     {"kernels"},
     {"storage"},
     {"worker", "copies", "storage_io", "controller", "prefetch", "prefetcher", "requests"},
-    {"cache", "control", "build", "engine"},
+    {"cache", "control", "build", "engine", "recover"},
     {"actors"},
     {"service"},
     {"replay", "testing", "events", "metrics"},
