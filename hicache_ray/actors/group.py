@@ -28,6 +28,9 @@ from hicache_ray.actors.rank import CONCURRENCY_GROUPS, RankServer, RankSpec
 from hicache_ray.protocol import Admit, Admitted, Control, Finish, Finished, Polled, Scheduled, StepAnswer, StepRequest
 from hicache_ray.requests import RequestError
 
+_remote: Any = ray.remote
+"""Untyped: Ray's stubs do not know concurrency groups."""
+
 logger = logging.getLogger("hicache_ray.group")
 
 INLINE_BYTES = 64 << 10
@@ -304,7 +307,7 @@ def _start_rank(spec: RankSpec, bundle: int, placement: Any, options: GroupOptio
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(placement, bundle) if placement is not None else "DEFAULT"
-    actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankServer).options(
+    actor = _remote(concurrency_groups=CONCURRENCY_GROUPS)(RankServer).options(
         name=rank_name(spec.group, spec.rank),
         namespace=RAY_NAMESPACE,
         lifetime=lifetime,

@@ -22,6 +22,9 @@ from hicache_ray.engine import Engine, load_engine
 from hicache_ray.protocol import StepRequest
 from hicache_ray.recover import Peer, Returning
 
+_beside: Any = ray.method
+"""Untyped: Ray's stubs would hide the methods' own types inside the class."""
+
 logger = logging.getLogger("hicache_ray.rank")
 
 PEER_TIMEOUT = 5.0
@@ -82,7 +85,7 @@ class RankServer:
         self.joined = True
         return os.getpid()
 
-    @ray.method(concurrency_group="health")
+    @_beside(concurrency_group="health")
     def leave(self) -> None:
         """Leaves the reduction, which frees ranks that wait in it. May be called twice, and beside a running step."""
         reduction, self.reduction = self.reduction, None
@@ -115,7 +118,7 @@ class RankServer:
         """Which pages of the catalog this rank has, one byte a page, after fetching what it can (`recover`)."""
         return self.returning.claim(catalog, [_peer(actor) for actor in peers], seconds)
 
-    @ray.method(concurrency_group="peer")
+    @_beside(concurrency_group="peer")
     def pages(self, hashes: Sequence[bytes]) -> np.ndarray | None:
         """Bytes of pages this rank has in L2, for another rank's `claim`; None when one is missing."""
         return self.returning.pages(hashes)
@@ -152,7 +155,7 @@ class RankServer:
         """Raises AssertionError when the tree, the allocators or the ledger don't add up."""
         self.cache.check_integrity()
 
-    @ray.method(concurrency_group="health")
+    @_beside(concurrency_group="health")
     def ping(self) -> RankInfo:
         """Who this is; answered beside a running step."""
         node = ray.get_runtime_context().get_node_id()

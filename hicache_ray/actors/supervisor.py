@@ -19,6 +19,12 @@ from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.names import RAY_NAMESPACE, group_name, rank_name, supervisor_name
 from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery, RecoveryLimits
 
+_remote: Any = ray.remote
+"""Untyped: Ray's stubs do not know concurrency groups."""
+
+_beside: Any = ray.method
+"""Untyped: Ray's stubs would hide the methods' own types inside the class."""
+
 logger = logging.getLogger("hicache_ray.supervisor")
 
 CONCURRENCY_GROUPS = {"status": 1}
@@ -76,12 +82,12 @@ class SupervisorServer:
             recovered = self._recover(group)
             return recovered.generation, recovered.pids
 
-    @ray.method(concurrency_group="status")
+    @_beside(concurrency_group="status")
     def history(self) -> list[Heal]:
         """The rebuilds since this supervisor's process began, oldest first."""
         return list(self.heals)
 
-    @ray.method(concurrency_group="status")
+    @_beside(concurrency_group="status")
     def stop(self) -> None:
         """Ends the watch; a rebuild under way ends first. May be called twice."""
         self._stopped.set()
@@ -184,7 +190,7 @@ class SupervisorClient:
     @classmethod
     def start(cls, service: str, *, detached: bool) -> SupervisorClient:
         """Starts the supervisor's actor."""
-        actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(SupervisorServer).options(
+        actor = _remote(concurrency_groups=CONCURRENCY_GROUPS)(SupervisorServer).options(
             name=supervisor_name(service),
             namespace=RAY_NAMESPACE,
             lifetime="detached" if detached else None,
