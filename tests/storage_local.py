@@ -63,8 +63,8 @@ class LocalActor:
             arena = Arena.open(self._path)
         self.service, self.alive = self._serve(arena), True
 
-    def describe(self) -> tuple[str, int]:
-        return str(self._path), self.service.shard.arena.arena_id
+    def describe(self) -> tuple[str, int, str]:
+        return str(self._path), self.service.shard.arena.arena_id, ""
 
     def run(self, method: str, args: tuple[Any, ...]) -> Any:
         self.calls.append(method)

@@ -93,8 +93,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def arena_files() -> set[Path]:
-    return {*Path("/dev/shm").glob("hicache-*"), *Path("/dev/shm").glob(".hicache-*")}
+def arena_files(part: str) -> set[Path]:
+    """The arena files with `part` in their name: a pool's token, or a member's name between dashes."""
+    return {path for path in Path("/dev/shm").iterdir() if "hicache-" in path.name and part in path.name}
 
 
 def _slots(first: int, count: int) -> np.ndarray:

@@ -63,15 +63,22 @@ def within_the_deadline() -> Iterator[None]:
     assert time.monotonic() - started < TIMEOUT + SLACK
 
 
-def kill_process(pool: StoragePool, member: str) -> None:
+def process_of(pool: StoragePool, member: str) -> Process:
     process = Process.running(info_of(pool, member).pid)
     assert process is not None
+    return process
+
+
+def kill_process(pool: StoragePool, member: str) -> None:
+    process = process_of(pool, member)
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: not process.alive)
 
 
 def kill_by_ray(pool: StoragePool, member: str) -> None:
+    process = process_of(pool, member)
     ray.kill(ray.get_actor(actor_name(member), namespace=pool.handle.namespace), no_restart=False)
+    wait_until(lambda: not process.alive)
 
 
 @pytest.mark.parametrize("transport", ["auto", "object_store"])
@@ -229,31 +236,28 @@ def driver(*, detached: bool) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_driver_that_ends_takes_its_pool_along(cluster: None) -> None:
-    before = arena_files()
     with driver(detached=False) as process:
-        assert len(arena_files() - before) == 1
+        assert len(arena_files("-driven-")) == 1
         process.communicate("\n", timeout=60)
         assert process.returncode == 0
-    assert arena_files() == before
+    assert not arena_files("-driven-")
 
 
 def test_what_a_killed_driver_leaves_is_swept_at_the_next_start(cluster: None) -> None:
-    before = arena_files()
     with driver(detached=False) as process:
         process.kill()
         process.wait()
-    left = arena_files() - before
-    assert len(left) == 1
+    assert len(arena_files("-driven-")) == 1
 
     def swept() -> bool:
         # Not before Ray has ended the dead driver's actor.
         StoragePool.start(dataclasses.replace(CONFIG, name="sweeper", actors=1)).stop()
-        return not left & arena_files()
+        return not arena_files("-driven-")
 
     wait_until(swept)
     with driver(detached=False) as process:
         process.communicate("\n", timeout=60)
-    assert arena_files() == before, "the name is free again"
+    assert not arena_files("-driven-"), "the name is free again"
 
 
 def test_a_detached_pool_outlives_its_driver(cluster: None) -> None:
@@ -268,4 +272,4 @@ def test_a_detached_pool_outlives_its_driver(cluster: None) -> None:
         assert pool.add_member() == "driven-1"
     finally:
         pool.stop()
-    assert not [path for path in arena_files() if pool.membership.token in path.name]
+    assert not arena_files(pool.membership.token)

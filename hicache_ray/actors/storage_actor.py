@@ -25,6 +25,7 @@ from hicache_ray.storage.pool_options import actor_name
 from hicache_ray.storage.ray_channel import PoolDirectory
 from hicache_ray.storage.service import ShardService
 from hicache_ray.storage.shard import NamespaceLimit, Shard, ShardStats
+from hicache_ray.storage.socket_server import SocketServer
 
 logger = logging.getLogger("hicache_ray.actors.storage_actor")
 
@@ -102,12 +103,13 @@ class StorageActor:
         shard = Shard(self._arena, policy=spec.policy, limits=spec.limits, lease_seconds=spec.lease_seconds)
         membership = PoolDirectory(spec.service, spec.namespace).read()
         self._service = ShardService(shard, membership or Membership(0, (spec.member,)))
+        self._near = SocketServer(self._service)
         self._start_seconds = time.perf_counter() - started
 
     @ray.method(concurrency_group="ctl")
-    def describe(self) -> tuple[str, int]:
-        """Path and id of the arena."""
-        return str(self._arena.path), self._arena.arena_id
+    def describe(self) -> tuple[str, int, str]:
+        """Path and id of the arena, and the address where clients on this node may call instead of over Ray."""
+        return str(self._arena.path), self._arena.arena_id, self._near.address
 
     @ray.method(concurrency_group="io")
     def exists(self, message: bytes) -> bytes:

@@ -236,9 +236,7 @@ class Arena(ArenaMapping):
         headers = self.headers
         rows = headers[slots]
         rows["key_bytes"] = [len(key) for key in keys]
-        rows["key"] = np.frombuffer(b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys), np.uint8).reshape(
-            -1, MAX_KEY_BYTES
-        )
+        rows["key"] = np.array(keys, dtype=f"S{MAX_KEY_BYTES}").view(np.uint8).reshape(-1, MAX_KEY_BYTES)
         rows["label_bytes"] = len(label)
         rows["label"] = np.frombuffer(label.ljust(MAX_LABEL_BYTES, b"\0"), np.uint8)
         rows["checksum"] = checksums

@@ -15,6 +15,7 @@ class Page:
 
     Attributes:
         key, slot, slot_bytes, label: what it is and where it lies; `label` is its namespace's.
+        order: the policy that ranks it.
         leases: readers that copy it now.
         tick: when it was last used (the shard's logical counter).
         frequency: uses since it came, as far as its policy counts.
@@ -22,10 +23,20 @@ class Page:
         stored: False once it left the index; its slot may still be leased.
     """
 
-    __slots__ = ("expires", "frequency", "key", "label", "leases", "slot", "slot_bytes", "stored", "tick")
+    __slots__ = ("expires", "frequency", "key", "label", "leases", "order", "slot", "slot_bytes", "stored", "tick")
 
-    def __init__(self, key: bytes, slot: int, slot_bytes: int, label: bytes, tick: int, expires: float) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        slot: int,
+        slot_bytes: int,
+        label: bytes,
+        order: EvictionPolicy,
+        tick: int,
+        expires: float,
+    ) -> None:
         self.key = key
+        self.order = order
         self.slot = slot
         self.slot_bytes = slot_bytes
         self.label = label

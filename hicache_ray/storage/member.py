@@ -13,7 +13,9 @@ from hicache_ray.storage.arena import ArenaMapping
 from hicache_ray.storage.arena_layout import ArenaError
 from hicache_ray.storage.base import Bytes, StorageCounters
 from hicache_ray.storage.breaker import Breaker
-from hicache_ray.storage.channel import Channel, ChannelError, ChannelTimeout, Deadline, Pending
+from hicache_ray.storage.channel import Channel, ChannelError, ChannelLost, ChannelTimeout, Deadline, Pending
+from hicache_ray.storage.socket_channel import SocketChannel
+from hicache_ray.storage.socket_frames import fits
 from hicache_ray.storage.wire import FAILED, Reply, WireError
 
 logger = logging.getLogger("hicache_ray.storage.member")
@@ -53,12 +55,14 @@ class Member:
         self.name = name
         self.mapping: ArenaMapping | None = None
         self._channel = channel
+        self._near: SocketChannel | None = None
         self.breaker = breaker
         self._counters = counters
         self._call_timeout = call_timeout
         self._use_shm = use_shm
         self._prefault = prefault
         self._arena_id = 0
+        self._attach_again = False
         self._attaching = threading.Lock()
         self._local = threading.local()
 
@@ -67,6 +71,12 @@ class Member:
         if not self.breaker.allows():
             self._counters.add(refused=1)
             return None
+        try:
+            if (near := self._near_for(method, args)) is not None:
+                return near.call(method, *args)
+        except ChannelError:
+            # The actor may have come back under another address: Ray knows.
+            self._near, self._attach_again = None, True
         try:
             return self._channel.call(method, *args)
         except ChannelError as error:
@@ -89,13 +99,13 @@ class Member:
             self._counters.add(errors=1)
             logger.warning("storage actor %s refused a call: %s", self.name, reply.payload.decode(errors="replace"))
             return None
-        if reply.arena_id != self._arena_id:
+        if reply.arena_id != self._arena_id or self._attach_again:
             self.attach(deadline, wait=False)
         return Answer(reply, pages)
 
     def send(self, method: str, *args: Any) -> None:
         """Start a call nobody waits for."""
-        self._channel.send(method, *args)
+        (self._near_for(method, args) or self._channel).send(method, *args)
 
     def attach(self, deadline: Deadline, *, wait: bool) -> bool:
         """Find out which arena the actor has now, and map it where that is possible. False when the actor is away.
@@ -106,15 +116,24 @@ class Member:
         """
         with self._attaching:
             try:
-                path, arena_id = self._channel.call("describe").result(deadline.at_most(self._call_timeout))
+                description = self._channel.call("describe").result(deadline.at_most(self._call_timeout))
             except ChannelError as error:
                 self._failed(error)
                 return False
+            path, arena_id, address = description
             if arena_id != self._arena_id:
                 self.mapping = self._map(Path(path), arena_id, wait) if self._use_shm else None
                 self._arena_id = arena_id
+            self._attach_again = False
+            # Only a client that sees the actor's memory is on its node for certain.
+            self._near = self._connect(address) if self.mapping is not None and address else None
             self._succeeded()
             return True
+
+    def close(self) -> None:
+        """Close the connections to the actor. Idempotent."""
+        if self._near is not None:
+            self._near.close()
 
     def mapped(self, arena_id: int) -> ArenaMapping | None:
         """The mapping that grants of that arena refer to."""
@@ -127,6 +146,21 @@ class Member:
         if memory is None or memory.size < count * length:
             memory = self._local.memory = np.empty(count * length, np.uint8)
         return memory[: count * length].reshape(count, length)
+
+    def _near_for(self, method: str, args: tuple[Any, ...]) -> SocketChannel | None:
+        """The near channel, where there is one and the call can be made there."""
+        near = self._near
+        if near is not None and near.lost:
+            self._near, self._attach_again = None, True
+            return None
+        return near if fits(method, args) else None
+
+    def _connect(self, address: str) -> SocketChannel | None:
+        try:
+            return SocketChannel(address, self._call_timeout)
+        except ChannelLost as error:
+            logger.info("storage actor %s is called over Ray only: %s", self.name, error)
+            return None
 
     def _map(self, path: Path, arena_id: int, wait: bool) -> ArenaMapping | None:
         try:

@@ -103,8 +103,10 @@ class PoolClient:
         return self._replanned(len(keys), lambda view: self._set(view, keys, pages, label, deadline))
 
     def close(self) -> None:
-        """End the copying threads. Idempotent."""
+        """End the copying threads and the connections. Idempotent."""
         self._copier.close()
+        for member in self._view.members:
+            member.close()
 
     def _exists(self, view: _View, keys: Sequence[bytes], deadline: Deadline) -> Flags:
         found = np.zeros(len(keys), np.bool_)

@@ -47,7 +47,7 @@ class Residents:
         for survivor in survivors.values():
             slot_bytes = self._slots.class_of(self._slots.segment_of(survivor.slot))
             self.used_bytes[survivor.label] += slot_bytes
-            self.add(survivor.key, survivor.slot, slot_bytes, survivor.label, survivor.expires)
+            self.add([survivor.key], [survivor.slot], slot_bytes, survivor.label, survivor.expires)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -60,24 +60,37 @@ class Residents:
         """All pages, oldest first."""
         return list(self._index.values())
 
-    def add(self, key: bytes, slot: int, slot_bytes: int, label: bytes, expires: float = math.inf) -> Page:
-        """The page in a slot that was taken before is stored now."""
-        page = Page(key, slot, slot_bytes, label, self._next_tick(slot), expires)
-        self._index[key] = page
-        self._pages_in[self._slots.segment_of(slot)][page] = None
-        self._order_of(page).add(page)
-        return page
+    def add(
+        self, keys: Sequence[bytes], slots: Sequence[int], slot_bytes: int, label: bytes, expires: float = math.inf
+    ) -> list[Page]:
+        """The pages in slots that were taken before are stored now. The last of them is the first to be evicted: of
+        pages stored together, the deeper ones go before those they hang under."""
+        self._tick = tick = self._tick + 1
+        order, segment_of = self._order_for(slot_bytes, label), self._slots.segment_of
+        pages = [
+            Page(key, slot, slot_bytes, label, order, tick, expires) for key, slot in zip(keys, slots, strict=True)
+        ]
+        for page in reversed(pages):
+            segment = segment_of(page.slot)
+            self._segment_tick[segment] = tick
+            self._pages_in[segment][page] = None
+            self._index[page.key] = page
+            order.add(page)
+        return pages
 
-    def touch(self, page: Page) -> None:
-        """The page was used."""
-        page.tick = self._next_tick(page.slot)
-        self._order_of(page).touch(page)
+    def touch(self, pages: Sequence[Page]) -> None:
+        """The pages were used; the last of them is the first to be evicted."""
+        self._tick = tick = self._tick + 1
+        segment_tick, segment_of = self._segment_tick, self._slots.segment_of
+        for page in reversed(pages):
+            page.tick = segment_tick[segment_of(page.slot)] = tick
+            page.order.touch(page)
 
     def drop(self, page: Page, *, evicted: bool = False) -> None:
         """The page is no longer stored. Its slot is free now, or when its last lease ends."""
         del self._index[page.key]
         del self._pages_in[self._slots.segment_of(page.slot)][page]
-        self._order_of(page).remove(page, evicted=evicted)
+        page.order.remove(page, evicted=evicted)
         page.stored = False
         self._arena.mark_empty(page.slot)
         self.evicted += int(evicted)
@@ -93,8 +106,11 @@ class Residents:
     def take_slots(self, slot_bytes: int, count: int, label: bytes) -> list[int]:
         """Up to `count` slots for new pages of a namespace, evicting where needed; fewer when there is no more room."""
         slots: list[int] = []
-        while len(slots) < count and self._keep_quota(slot_bytes, label):
-            slot = self._take_slot(slot_bytes)
+        limited = label in self._quotas
+        while len(slots) < count and (not limited or self._keep_quota(slot_bytes, label)):
+            slot = self._slots.take(slot_bytes)
+            if slot is None:
+                slot = self._make_room(slot_bytes)
             if slot is None:
                 break
             self.used_bytes[label] += slot_bytes
@@ -132,11 +148,10 @@ class Residents:
             assert header["state"] == VALID and header["key"][: header["key_bytes"]].tobytes() == key == page.key
             assert slot_bytes_for(int(header["length"])) == page.slot_bytes
 
-    def _take_slot(self, slot_bytes: int) -> int | None:
-        while True:
-            slot = self._slots.take(slot_bytes)
-            if slot is not None:
-                return slot
+    def _make_room(self, slot_bytes: int) -> int | None:
+        """A slot of that size that a page, or all pages of a segment, had to be evicted for; None when none can be."""
+        slot = None
+        while slot is None:
             victim = self._victim(lambda size, _: size == slot_bytes)
             segment = self._colder_segment(slot_bytes, victim)
             if segment is not None:
@@ -145,12 +160,12 @@ class Residents:
                 self.drop(victim, evicted=True)
             else:
                 return None
+            slot = self._slots.take(slot_bytes)
+        return slot
 
     def _keep_quota(self, slot_bytes: int, label: bytes) -> bool:
         """Evict the namespace's own pages until one more fits its quota; False when that can't be."""
-        quota = self._quotas.get(label)
-        if quota is None:
-            return True
+        quota = self._quotas[label]
         while self.used_bytes[label] + slot_bytes > quota:
             victim = self._victim(lambda _, group: group == label)
             if victim is None:
@@ -170,7 +185,7 @@ class Residents:
         others = [
             segment for size in self._slots.classes if size != slot_bytes for segment in self._slots.segments_of(size)
         ]
-        for segment in sorted(others, key=self._segment_tick.__getitem__):
+        for segment in sorted(others, key=lambda segment: (self._segment_tick[segment], -segment)):
             if victim is not None and self._segment_tick[segment] >= victim.tick:
                 return None
             pages = self._pages_in[segment]
@@ -183,14 +198,8 @@ class Residents:
             self.drop(page, evicted=True)
         self._slots.release_segment(segment)
 
-    def _order_of(self, page: Page) -> EvictionPolicy:
-        group = (page.slot_bytes, page.label if page.label in self._quotas else b"")
-        order = self._order.get(group)
-        if order is None:
-            order = self._order[group] = make_policy(self._policy)
-        return order
-
-    def _next_tick(self, slot: int) -> int:
-        self._tick += 1
-        self._segment_tick[self._slots.segment_of(slot)] = self._tick
-        return self._tick
+    def _order_for(self, slot_bytes: int, label: bytes) -> EvictionPolicy:
+        group = (slot_bytes, label if label in self._quotas else b"")
+        if group not in self._order:
+            self._order[group] = make_policy(self._policy)
+        return self._order[group]

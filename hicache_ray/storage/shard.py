@@ -137,8 +137,7 @@ class Shard:
         self._counts = dict.fromkeys(
             ("stored", "existing", "refused", "expired", "corrupt", "asked", "hits", "abandoned"), 0
         )
-        for page in self._residents.pages():
-            self._watch_expiry(page)
+        self._watch_expiry(self._residents.pages())
         self._reopened = len(self._residents)
 
     def exists(self, keys: Sequence[bytes]) -> Flags:
@@ -146,7 +145,7 @@ class Shard:
         with self._lock:
             self._expire()
             pages = [self._residents.get(key) for key in keys]
-            self._use([page for page in pages if page is not None])
+            self._residents.touch([page for page in pages if page is not None])
             self._counts["asked"] += len(keys)
             flags = np.array([page is not None for page in pages], dtype=np.bool_)
             self._counts["hits"] += int(flags.sum())
@@ -167,7 +166,7 @@ class Shard:
         with self._lock:
             self._expire()
             present = [self._residents.get(key) for key in keys]
-            self._use([page for page in present if page is not None])
+            self._residents.touch([page for page in present if page is not None])
             wanted = [i for i, page in enumerate(present) if page is None]
             slots = self._residents.take_slots(slot_bytes, len(wanted), label)
             granted, refused = wanted[: len(slots)], wanted[len(slots) :]
@@ -240,7 +239,7 @@ class Shard:
                 return Lease(0, grants)
             where, pages, slots = [i for i, _ in found], [page for _, page in found], slots[fits]
             self._counts["hits"] += len(pages)
-            self._use(pages)
+            self._residents.touch(pages)
             for page in pages:
                 page.leases += 1
             headers = self.arena.headers
@@ -333,12 +332,12 @@ class Shard:
     def _store(self, held: _Reserved, checksums: npt.NDArray[np.uint64], flags: Flags) -> None:
         """Make the flagged pages visible; the slots of the others, and of keys somebody stored meanwhile, are free."""
         new: dict[bytes, int] = {}
-        for i, (key, slot) in enumerate(zip(held.keys, held.slots, strict=True)):
-            if flags[i] and key not in new and self._residents.get(key) is None:
+        for i, (key, slot, good) in enumerate(zip(held.keys, held.slots, flags.tolist(), strict=True)):
+            if good and key not in new and self._residents.get(key) is None:
                 new[key] = i
             else:
                 self._residents.give_slot(slot, held.slot_bytes, held.label)
-                self._counts["existing"] += int(flags[i])
+                self._counts["existing"] += good
         if not new:
             return
         ttl = self._limits.get(held.label, NamespaceLimit()).ttl
@@ -346,23 +345,18 @@ class Shard:
         order = list(new.values())
         slots = [held.slots[i] for i in order]
         self.arena.mark_valid(np.array(slots, np.int64), list(new), checksums[order], held.label, expires)
-        # Last page first: among pages stored together the deeper ones are evicted before those they hang under.
-        for key, slot in reversed(list(zip(new, slots, strict=True))):
-            self._watch_expiry(self._residents.add(key, slot, held.slot_bytes, held.label, expires))
+        self._watch_expiry(self._residents.add(list(new), slots, held.slot_bytes, held.label, expires))
         self._counts["stored"] += len(new)
-
-    def _use(self, pages: list[Page]) -> None:
-        for page in reversed(pages):
-            self._residents.touch(page)
 
     def _intact(self, page: Page) -> bool:
         header = self.arena.headers[page.slot]
         offset = int(self.arena.offsets(np.array([page.slot], np.int64))[0])
         return checksum_of(self.arena.data(offset, int(header["length"]))) == int(header["checksum"])
 
-    def _watch_expiry(self, page: Page) -> None:
-        if page.expires != math.inf:
-            heapq.heappush(self._expiry, (page.expires, next(self._ids), page))
+    def _watch_expiry(self, pages: list[Page]) -> None:
+        for page in pages:
+            if page.expires < math.inf:
+                heapq.heappush(self._expiry, (page.expires, next(self._ids), page))
 
     def _expire(self) -> None:
         now = self._clock()

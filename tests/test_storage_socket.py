@@ -1,0 +1,155 @@
+"""The near channel: a storage actor's calls over a Unix socket, and what happens when an end of it goes away."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from hicache_ray.storage.channel import ChannelLost, ChannelTimeout
+from hicache_ray.storage.socket_channel import SocketChannel
+from hicache_ray.storage.socket_frames import HEAD, LONGEST_FRAME, METHODS, fits, pack_call, unpack_body
+from hicache_ray.storage.socket_server import SocketServer
+from tests.storage_local import in_threads
+
+
+class Service:
+    """Answers with what it was asked; `exists` waits until it is let go, `commit` breaks."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.ended: list[tuple] = []
+        self.seen = threading.Event()
+
+    def exists(self, message: bytes) -> bytes:
+        self.let_go.wait(30)
+        return message
+
+    def reserve(self, message: bytes) -> bytes:
+        return message[::-1]
+
+    def acquire(self, message: bytes) -> bytes:
+        return message * 1000
+
+    def commit(self, message: bytes) -> bytes:
+        raise KeyError(message)
+
+    def abort(self, identity: int) -> None:
+        self.ended.append((identity,))
+
+    def release(self, identity: int, suspects: bytes = b"") -> None:
+        self.ended.append((identity, suspects))
+        self.seen.set()
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+def server(service: Service) -> Iterator[SocketServer]:
+    running = SocketServer(service)
+    yield running
+    service.let_go.set()
+    running.close()
+    running.close()
+
+
+def test_calls_and_answers_of_any_size(server: SocketServer) -> None:
+    channel = SocketChannel(server.address, 5.0)
+    for size in (0, 1, 6000, 1 << 20):
+        message = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+        assert channel.call("reserve", message).result(5.0) == message[::-1]
+    assert channel.call("acquire", b"ab" * 1000).result(5.0) == b"ab" * 1_000_000
+    channel.close()
+    channel.close()
+
+
+def test_calls_nobody_waits_for(server: SocketServer, service: Service) -> None:
+    channel = SocketChannel(server.address, 5.0)
+    channel.send("abort", 7)
+    channel.send("release", 2**63, b"12345678")
+    assert service.seen.wait(10)
+    assert service.ended == [(7,), (2**63, b"12345678")]
+
+
+def test_several_calls_at_once(server: SocketServer, service: Service) -> None:
+    channel = SocketChannel(server.address, 5.0)
+    waiting = channel.call("exists", b"first")
+    assert channel.call("reserve", b"abc").result(5.0) == b"cba"
+    service.let_go.set()
+    assert waiting.result(5.0) == b"first"
+
+    def ask(number: int) -> None:
+        for step in range(100):
+            message = b"%d %d" % (number, step)
+            assert channel.call("reserve", message).result(5.0) == message[::-1]
+
+    in_threads(ask, 4)
+
+
+def test_silence_is_a_timeout_and_late_answers_go_nowhere(server: SocketServer, service: Service) -> None:
+    channel = SocketChannel(server.address, 5.0)
+    with pytest.raises(ChannelTimeout):
+        channel.call("exists", b"late").result(0.05)
+    service.let_go.set()
+    assert channel.call("reserve", b"abc").result(5.0) == b"cba"
+    assert not channel.lost
+
+
+def test_an_answer_that_is_there_is_taken_without_time_left(server: SocketServer) -> None:
+    channel = SocketChannel(server.address, 5.0)
+    pending = channel.call("reserve", b"abc")
+    channel.call("reserve", b"after it").result(5.0)
+    assert pending.result(0.0) == b"cba"
+
+
+def test_a_method_that_breaks_cuts_the_client_off(server: SocketServer) -> None:
+    channel = SocketChannel(server.address, 5.0)
+    with pytest.raises(ChannelLost):
+        channel.call("commit", b"x").result(5.0)
+    assert channel.lost
+    assert SocketChannel(server.address, 5.0).call("reserve", b"ab").result(5.0) == b"ba", "the server goes on"
+
+
+@pytest.mark.parametrize(
+    "head", [HEAD.pack(len(METHODS), 0), HEAD.pack(0, LONGEST_FRAME + 1), HEAD.pack(4, 3) + b"abc"]
+)
+def test_nonsense_is_cut_off_and_the_server_goes_on(server: SocketServer, head: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(f"\0{server.address}")
+        stranger.sendall(head)
+        assert stranger.recv(10) == b""
+    assert SocketChannel(server.address, 5.0).call("reserve", b"ab").result(5.0) == b"ba"
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(ChannelLost, match="no storage actor listens"):
+        SocketChannel("hicache-nobody", 1.0)
+
+
+def test_an_actor_that_dies() -> None:
+    """A listener whose process goes away: open calls fail at once, and so do new connections."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("\0hicache-test-dying")
+    listener.listen()
+    channel = SocketChannel("hicache-test-dying", 5.0)
+    end, _ = listener.accept()
+    pending = channel.call("reserve", b"ab")
+    end.close()
+    listener.close()
+    with pytest.raises(ChannelLost):
+        pending.result(5.0)
+    with pytest.raises(ChannelLost):
+        channel.call("reserve", b"ab")
+    channel.send("abort", 1)
+
+
+def test_which_calls_fit() -> None:
+    assert fits("reserve", (b"m",)) and fits("release", (1, b"")) and fits("release", (1,)) and fits("abort", (1,))
+    assert not fits("commit", (b"m", object())) and not fits("read", (b"m",)) and not fits("stats", ())
+    assert unpack_body("release", pack_call("release", (5,))[HEAD.size :]) == (5, b"")
