@@ -27,18 +27,18 @@ MEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "p
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 COLLECTIVE_BACKENDS = ("hicache", "gloo", "nccl")
 
-_EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
-_STORAGE_BACKENDS = ("ray", "file", "mooncake", "dynamic")
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
+STORAGE_BACKENDS = ("ray", "file", "mooncake", "dynamic")
 
 
 def eviction_policy_names() -> tuple[str, ...]:
     """Built-in eviction policies and those registered in this process."""
-    return _with_registered(_EVICTION_POLICIES, "hicache_ray.radix.eviction", "eviction_policies")
+    return _with_registered(EVICTION_POLICIES, "hicache_ray.radix.eviction", "eviction_policies")
 
 
 def storage_backend_names() -> tuple[str, ...]:
     """Built-in storage backends and those registered in this process."""
-    return _with_registered(_STORAGE_BACKENDS, "hicache_ray.storage.registry", "backend_names")
+    return _with_registered(STORAGE_BACKENDS, "hicache_ray.storage.registry", "backend_names")
 
 
 def _with_registered(built_in: tuple[str, ...], module: str, function: str) -> tuple[str, ...]:

@@ -1,0 +1,51 @@
+"""docs/configuration.md says of every option what the code says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ray.config import HiCacheConfig
+from hicache_ray.config_names import EVICTION_POLICIES, STORAGE_BACKENDS
+from hicache_ray.config_options import options_of, types_of
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+OPTIONS = options_of(HiCacheConfig)
+NAMES_OF = {
+    "radix_eviction_policy": "one of " + ", ".join(EVICTION_POLICIES) + ", or a registered one",
+    "hicache_storage_backend": "one of " + ", ".join(STORAGE_BACKENDS) + ", or a registered one",
+}
+"""Values that are checked against a registry instead of the option's own choices."""
+
+
+def row(field: dataclasses.Field[Any]) -> str:
+    spec, types = OPTIONS[field.name], types_of(HiCacheConfig)[field.name]
+    kind = next(name for wanted, name in KINDS if wanted in types)
+    values = NAMES_OF.get(field.name) or spec.values or kind
+    if spec.values and not spec.choices:
+        values = f"{kind}, {spec.values}"
+    return f"| `{field.name}` | {default_text(field.default)} | {values} | {spec.help} |"
+
+
+def default_text(value: Any) -> str:
+    if value is None or value == "":
+        return "unset" if value is None else "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+KINDS = ((bool, "true or false"), (int, "whole number"), (float, "number"), (str, "text"))
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(HiCacheConfig), ids=lambda field: field.name)
+def test_every_option_has_its_row(field):
+    assert row(field) in PAGE.read_text().splitlines()
+
+
+def test_no_row_is_left_of_an_option_that_is_gone():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `") and line.count(" | ") == 3]
+    assert sorted(line.split("`")[1] for line in rows) == sorted(OPTIONS)
