@@ -63,7 +63,7 @@ def run_replay(
     from hicache_ray.replay.groups import GROUPS
     from hicache_ray.replay.run import replay
 
-    with _failures(), ExitStack() as stack:
+    with _failures(), _ray_failures(mode), ExitStack() as stack:
         with console.status(f"starting {settings.instances} x {settings.tp} ranks"):
             groups = stack.enter_context(GROUPS[mode](config, settings))
         drive = DriveSettings(page_size=config.page_size, concurrency=settings.concurrency)
@@ -98,6 +98,21 @@ def _failures() -> Iterator[None]:
         raise BadInput(str(error)) from error
     except (GroupError, ReplayStalled) as error:
         raise RunFailed(str(error)) from error
+
+
+@contextmanager
+def _ray_failures(mode: str) -> Iterator[None]:
+    """Says in one sentence that Ray can't be reached or that the service can't be started on it."""
+    if mode != RAY:
+        yield
+        return
+    from hicache_ray.actors.storage_pool import StoragePoolError
+    from hicache_ray.service import ServiceError
+
+    try:
+        yield
+    except (ServiceError, StoragePoolError, ConnectionError) as error:
+        raise RunFailed(" ".join(str(error).split())) from error
 
 
 @contextmanager

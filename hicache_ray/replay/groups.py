@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,8 @@ from hicache_ray.testing.memory_storage import drop_store
 
 BACKENDS = {"local": MEMORY_BACKEND, "ray": "ray"}
 """L3 backend of each mode."""
+
+RAY_ANSWER_SECONDS = 5.0
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where storage actors keep their arenas."""
@@ -38,6 +41,22 @@ def check_memory(config: HiCacheConfig, settings: ReplaySettings) -> None:
         free = shutil.disk_usage(SHARED_MEMORY).free
         if settings.l3_bytes > free:
             raise ConfigError(f"l3_bytes is {settings.l3_bytes}, and {SHARED_MEMORY} has {free} left; make it smaller")
+
+
+def check_ray_address(address: str) -> None:
+    """Raises ConnectionError when nothing answers at "host:port": Ray itself would try for minutes.
+
+    Other forms of an address ("auto", "ray://...") are left to Ray.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=RAY_ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(
+            f"no Ray cluster answers at RAY_ADDRESS {address}: {error}; unset it to start Ray on this machine"
+        ) from error
 
 
 @contextmanager
@@ -68,8 +87,10 @@ def ray_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[list
     """Groups of rank actors and a pool of storage actors, on the Ray cluster this process finds or else starts here.
 
     Raises:
-        GroupError, ServiceError: they did not come up; what was started is stopped again.
+        ConnectionError: `RAY_ADDRESS` names a cluster that does not answer.
+        GroupError, ServiceError, StoragePoolError: they did not come up; what was started is stopped again.
     """
+    check_ray_address(os.environ.get("RAY_ADDRESS", ""))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from hicache_ray.service import start
 

@@ -94,6 +94,7 @@ def _index(workload: Workload, settings: IndexSettings, l1_pages: int) -> Tiered
         eviction_policy=settings.policy,
         write_policy=settings.write_policy,
         load_back_threshold=1,
+        refresh_remainder=False,  # recency to the block, as the simulators have it that traces are published with
     )
 
 

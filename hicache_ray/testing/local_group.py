@@ -11,37 +11,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from hicache_ray.actors.errors import DivergenceError, GroupError
+from hicache_ray.answers import GroupAnswer, differences, merge
 from hicache_ray.build import build_cache
 from hicache_ray.cache import HiRadixCache
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.engine import Engine, load_engine
 from hicache_ray.progress import Progress
-from hicache_ray.protocol import Admit, Admitted, Control, Finish, Finished, Polled, Scheduled, StepAnswer, StepRequest
-
-AGREED_FIELDS = ("step", "digest", "admitted", "polled", "scheduled", "finished")
-"""Names of the fields of `StepAnswer.agreed`."""
-
-
-@dataclass(frozen=True)
-class LocalAnswer:
-    """What a group answered to one step; fields as in `actors.group.GroupAnswer`."""
-
-    step: int
-    digest: int
-    admitted: tuple[Admitted, ...]
-    polled: tuple[Polled, ...]
-    scheduled: tuple[Scheduled, ...]
-    finished: tuple[Finished, ...]
-    controlled: tuple[tuple[Any, ...], ...]
-    engine: tuple[dict[str, Any], ...]
-    timings_us: dict[str, float]
+from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest
 
 
 class LocalGroup:
@@ -110,7 +92,9 @@ class LocalGroup:
         polls: Sequence[str] = (),
         schedules: Sequence[str] = (),
         controls: Sequence[Control] = (),
-    ) -> LocalAnswer:
+        chunks: Sequence[Chunk] = (),
+        peeks: Sequence[Peek] = (),
+    ) -> GroupAnswer:
         """One scheduling iteration on all ranks.
 
         Raises:
@@ -120,9 +104,18 @@ class LocalGroup:
         if self.broken is not None:
             raise self.broken
         began = time.perf_counter()
-        generation = self.caches[0].generation
-        operations = (aborts, finishes, admits, polls, schedules, controls)
-        message = StepRequest(generation, self._step, *(tuple(part) for part in operations)).encode()
+        message = StepRequest(
+            generation=self.caches[0].generation,
+            step=self._step,
+            aborts=tuple(aborts),
+            finishes=tuple(finishes),
+            admits=tuple(admits),
+            polls=tuple(polls),
+            schedules=tuple(schedules),
+            controls=tuple(controls),
+            chunks=tuple(chunks),
+            peeks=tuple(peeks),
+        ).encode()
         requests = [StepRequest.decode(message) for _ in self.caches]
         timings: dict[str, float] = {}
         answers = self._answers(requests, timings)
@@ -130,7 +123,7 @@ class LocalGroup:
         self._compare(answers)
         timings["total"] = (time.perf_counter() - began) * 1e6
         timings["message"] = timings["total"] - sum(timings[part] for part in ("reduction", "work", "engine"))
-        return _group_answer(answers, timings)
+        return merge(answers, timings)
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters of every rank, by rank."""
@@ -180,26 +173,10 @@ class LocalGroup:
     def _compare(self, answers: Sequence[StepAnswer]) -> None:
         first = answers[0]
         for answer in answers[1:]:
-            pairs = zip(AGREED_FIELDS, first.agreed(), answer.agreed(), strict=True)
-            differing = [name for name, a, b in pairs if a != b]
+            differing = differences(first, answer)
             if differing:
                 self.broken = DivergenceError(
                     f"group {self.name}: ranks {first.rank} and {answer.rank} differ at step {first.step} "
                     f"in {', '.join(differing)}"
                 )
                 raise self.broken
-
-
-def _group_answer(answers: Sequence[StepAnswer], timings: dict[str, float]) -> LocalAnswer:
-    first = answers[0]
-    return LocalAnswer(
-        step=first.step,
-        digest=first.digest,
-        admitted=first.admitted,
-        polled=first.polled,
-        scheduled=first.scheduled,
-        finished=first.finished,
-        controlled=tuple(answer.controlled for answer in answers),
-        engine=tuple(answer.engine for answer in answers),
-        timings_us=timings,
-    )
