@@ -10,7 +10,7 @@ import pytest
 from tests.index_pair import OPERATIONS, IndexPair
 
 SEQUENCES = 10_000
-STEPS = 12
+STEPS = 16
 PARTS = 20
 
 

@@ -1,8 +1,8 @@
 """The index replays a real trace with the hit rates that two independent simulators and others' papers give for it.
 
 One block id of the trace is one page. Per request: look up, lock, room for what is missing (only the shortfall is
-evicted, in whole nodes), insert, unlock. A request makes its own blocks the most recent and no others, so the index runs
-with `refresh_remainder=False`.
+evicted, in whole nodes), insert, unlock. A request makes its own blocks the most recent and no others, so the index
+runs with `refresh_remainder=False`.
 """
 
 from __future__ import annotations

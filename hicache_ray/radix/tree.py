@@ -87,8 +87,8 @@ class RadixTree:
     def descend(self, key: Key, start: Node | None = None) -> Node:
         """The deepest node that `key` reaches; a node it reaches only in part is split at the page (cases 14, 15).
 
-        Every node met becomes the most recent, see `refresh_remainder`. With `start`, a node on the key's path, the walk begins there and the
-        nodes above it are left alone.
+        Every node met becomes the most recent, see `refresh_remainder`. With `start`, a node on the key's path, the
+        walk begins there and the nodes above it are left alone.
         """
         notes = self._digest.notes
         if notes is not None and len(notes) > Digest.MAX_NOTES:
