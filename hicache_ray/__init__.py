@@ -1,7 +1,7 @@
 """hicache_ray: a hierarchical KV cache for LLM inference on Ray.
 
-The service, which needs Ray: `start`, `connect`, `Service`. One rank, which does not: `HiRadixCache`, `build_cache`. Their
-parts: `TieredIndex`, `page_hashes`, `DevicePool`, `HostPool`. Everything is configured by `HiCacheConfig`.
+The service, which needs Ray: `start`, `connect`, `Service`. One rank, which does not: `HiRadixCache`, `build_cache`.
+Their parts: `TieredIndex`, `page_hashes`, `DevicePool`, `HostPool`. Everything is configured by `HiCacheConfig`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,20 @@ from hicache_ray.ledger import PoolLedger, audit
 from hicache_ray.prefetch import NO_PAGES, PrefetchPolicy
 from hicache_ray.prefetcher import Prefetcher
 from hicache_ray.progress import Progress
-from hicache_ray.protocol import Admit, Admitted, Finish, Finished, Polled, Scheduled, StepAnswer, StepRequest
+from hicache_ray.protocol import (
+    Admit,
+    Admitted,
+    Chunk,
+    Chunked,
+    Finish,
+    Finished,
+    Peek,
+    Peeked,
+    Polled,
+    Scheduled,
+    StepAnswer,
+    StepRequest,
+)
 from hicache_ray.radix.key import Key
 from hicache_ray.requests import Forward, Request, RequestError
 from hicache_ray.storage.base import HiCacheStorage
@@ -132,10 +145,12 @@ class HiRadixCache:
         for rid in request.aborts:
             self.abort(rid)
         finished = tuple(self.finish(finish) for finish in request.finishes)
+        chunked = tuple(self.chunk(chunk) for chunk in request.chunks)
         controlled = tuple(carry_out(self, control) for control in request.controls)
         admitted = tuple(self.admit(admit) for admit in request.admits)
         polled = tuple(self.poll(rid) for rid in request.polls)
         scheduled = tuple(self.schedule(rid) for rid in request.schedules)
+        peeked = tuple(self.peek(peek) for peek in request.peeks)
         consumer = self.controller.carry_out(self.index.take_transfers())
         running = (self.requests[row.rid] for row in scheduled if row.ok)
         self.forward = Forward(tuple(running), consumer)
@@ -148,6 +163,8 @@ class HiRadixCache:
             polled=polled,
             scheduled=scheduled,
             finished=finished,
+            chunked=chunked,
+            peeked=peeked,
             controlled=controlled,
         )
 
@@ -214,6 +231,33 @@ class HiRadixCache:
         duplicates = max(0, inserted.prefix_pages - request.prefix_pages)
         return Finished(finish.rid, kept * self.page_size, duplicates * self.page_size)
 
+    def chunk(self, chunk: Chunk) -> Chunked:
+        """Lets others share the computed part of a running request; it counts no hit and begins no write (case 22)."""
+        request = self.requests[chunk.rid]
+        assert request.node is not None and request.match is not None
+        key = self.key(request.tokens[: chunk.computed_tokens], request)
+        if key.pages <= request.prefix_pages:
+            return Chunked(chunk.rid, request.prefix_pages * self.page_size)
+        inserted = self.index.insert(
+            key, request.pages[: key.pages], match=request.match, priority=request.priority, chunked=True
+        )
+        self.index.lock(inserted.node)
+        self.index.unlock(request.node)
+        self.index.device.free(request.pages[request.prefix_pages : inserted.prefix_pages])
+        request.node = inserted.node
+        request.match = request.match._replace(
+            node=inserted.node, device_node=inserted.node, device_pages=key.pages, host_pages=0, key=key
+        )
+        request.pages = np.concatenate([self.index.device_value(request.match), request.pages[key.pages :]])
+        request.prefix_pages = key.pages
+        return Chunked(chunk.rid, key.pages * self.page_size)
+
+    def peek(self, peek: Peek) -> Peeked:
+        """What L1 and L2 hold of a prompt; changes nothing, not even recency."""
+        tokens = np.frombuffer(peek.tokens, dtype="<u4")
+        device, host = self.index.peek(self.key(tokens[: max(0, len(tokens) - 1)], peek))
+        return Peeked(device * self.page_size, host * self.page_size)
+
     def abort(self, rid: str) -> None:
         """Ends a request in any state, keeping nothing of it; unknown requests are ignored (it may have ended)."""
         request = self.requests.pop(rid, None)
@@ -243,7 +287,7 @@ class HiRadixCache:
 
     # -- what a user of one rank may ask -----------------------------------------------------------------------------
 
-    def key(self, tokens: np.ndarray, owner: Admit | Request) -> Key:
+    def key(self, tokens: np.ndarray, owner: Admit | Peek | Request) -> Key:
         """The cache key of a token sequence in its owner's namespace; the tail that fills no page is cut (case 20)."""
         return Key.of(tokens, self.page_size, namespace=owner.namespace, bigram=self.index.bigram)
 
@@ -335,6 +379,8 @@ class HiRadixCache:
         arriving = {admit.rid for admit in request.admits}
         for finish in request.finishes:
             self._expect(finish.rid, True, "finish")
+        for chunk in request.chunks:
+            self._expect(chunk.rid, True, "chunk")
         for rid in arriving - ended:
             if rid in self.requests and self.requests[rid].running:
                 raise RequestError(f"request {rid!r} is running: abort or finish it before it is admitted again")

@@ -44,6 +44,21 @@ class Finish(NamedTuple):
     insert: bool = True
 
 
+class Chunk(NamedTuple):
+    """A running request has computed a part of its prompt (chunked prefill): others may share it from now on."""
+
+    rid: str
+    computed_tokens: int
+    """Leading tokens of the prompt whose KV is in the request's pages."""
+
+
+class Peek(NamedTuple):
+    """Asks what L1 and L2 hold of a prompt, without any effect, e.g. to order a queue by longest prefix."""
+
+    tokens: bytes
+    namespace: Namespace = EMPTY_NAMESPACE
+
+
 class Control(NamedTuple):
     """A runtime command all ranks carry out in the same step: name and msgpack-able arguments."""
 
@@ -53,7 +68,10 @@ class Control(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Everything one scheduling iteration wants, in the order in which it is applied."""
+    """Everything one scheduling iteration wants.
+
+    Applied in the order aborts, finishes, chunks, controls, admits, polls, schedules, peeks.
+    """
 
     generation: int
     step: int
@@ -63,6 +81,8 @@ class StepRequest:
     polls: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
     controls: tuple[Control, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    peeks: tuple[Peek, ...] = ()
 
     def encode(self) -> bytes:
         """The wire form; equal requests encode to equal bytes."""
@@ -77,14 +97,16 @@ class StepRequest:
                 self.polls,
                 self.schedules,
                 self.controls,
+                self.chunks,
+                [[p.tokens, list(p.namespace)] for p in self.peeks],
             ]
         )
 
     @classmethod
     def decode(cls, message: bytes) -> StepRequest:
         """Parses `encode`'s bytes; raises ProtocolError for anything else."""
-        fields = _unpack(message, 9, "step request")
-        _, generation, step, aborts, finishes, admits, polls, schedules, controls = fields
+        fields = _unpack(message, 11, "step request")
+        _, generation, step, aborts, finishes, admits, polls, schedules, controls, chunks, peeks = fields
         return cls(
             generation=_typed(generation, int, "generation"),
             step=_typed(step, int, "step"),
@@ -94,6 +116,11 @@ class StepRequest:
             polls=_texts(polls, "polls"),
             schedules=_texts(schedules, "schedules"),
             controls=tuple(_control(row) for row in _rows(controls, 2, "controls")),
+            chunks=tuple(_chunk(row) for row in _rows(chunks, 2, "chunks")),
+            peeks=tuple(
+                Peek(_tokens(tokens, "peek tokens"), _namespace(namespace))
+                for tokens, namespace in _rows(peeks, 2, "peeks")
+            ),
         )
 
 
@@ -137,6 +164,20 @@ class Finished(NamedTuple):
     duplicate_tokens: int
 
 
+class Chunked(NamedTuple):
+    """Answer to Chunk: leading tokens of the request that the tree holds now."""
+
+    rid: str
+    kept_tokens: int
+
+
+class Peeked(NamedTuple):
+    """Answer to Peek: tokens on the device, and beyond those on the host."""
+
+    device_tokens: int
+    host_tokens: int
+
+
 @dataclass(frozen=True)
 class StepAnswer:
     """One rank's answer. All ranks of a group answer alike but for `timings_us` and `engine`."""
@@ -148,6 +189,8 @@ class StepAnswer:
     polled: tuple[Polled, ...] = ()
     scheduled: tuple[Scheduled, ...] = ()
     finished: tuple[Finished, ...] = ()
+    chunked: tuple[Chunked, ...] = ()
+    peeked: tuple[Peeked, ...] = ()
     controlled: tuple[Any, ...] = ()
     timings_us: dict[str, float] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
@@ -164,6 +207,8 @@ class StepAnswer:
                 self.polled,
                 self.scheduled,
                 self.finished,
+                self.chunked,
+                self.peeked,
                 self.controlled,
                 self.timings_us,
                 self.engine,
@@ -173,9 +218,9 @@ class StepAnswer:
     @classmethod
     def decode(cls, message: bytes) -> StepAnswer:
         """Parses `encode`'s bytes; raises ProtocolError for anything else."""
-        _, rank, step, digest, admitted, polled, scheduled, finished, controlled, timings, engine = _unpack(
-            message, 11, "step answer"
-        )
+        fields = _unpack(message, 13, "step answer")
+        _, rank, step, digest, admitted, polled, scheduled, finished, chunked, peeked = fields[:10]
+        controlled, timings, engine = fields[10:]
         return cls(
             rank=_typed(rank, int, "rank"),
             step=_typed(step, int, "step"),
@@ -184,6 +229,8 @@ class StepAnswer:
             polled=tuple(Polled(*row) for row in _rows(polled, 3, "polled")),
             scheduled=tuple(Scheduled(*row) for row in _rows(scheduled, 7, "scheduled")),
             finished=tuple(Finished(*row) for row in _rows(finished, 3, "finished")),
+            chunked=tuple(Chunked(*row) for row in _rows(chunked, 2, "chunked")),
+            peeked=tuple(Peeked(*row) for row in _rows(peeked, 2, "peeked")),
             controlled=tuple(_typed(controlled, list, "controlled")),
             timings_us=_typed(timings, dict, "timings_us"),
             engine=_typed(engine, dict, "engine"),
@@ -191,7 +238,11 @@ class StepAnswer:
 
     def agreed(self) -> tuple[Any, ...]:
         """The part that must be equal on all ranks of a group."""
-        return (self.step, self.digest, self.admitted, self.polled, self.scheduled, self.finished)
+        return tuple(getattr(self, name) for name in AGREED_FIELDS)
+
+
+AGREED_FIELDS = ("step", "digest", "admitted", "polled", "scheduled", "finished", "chunked", "peeked")
+"""Names of the fields of an answer that all ranks of a group must agree on."""
 
 
 def _unpack(message: bytes, count: int, what: str) -> list[Any]:
@@ -237,19 +288,30 @@ def _tokens(value: Any, name: str) -> bytes:
 
 def _admit(row: list[Any]) -> Admit:
     rid, tokens, namespace, priority, max_new_tokens = row
-    if not isinstance(namespace, list) or len(namespace) != len(Namespace._fields):
-        raise ProtocolError(f"namespace: expected {len(Namespace._fields)} fields, got {namespace!r:.80}")
-    if not all(part is None or isinstance(part, str) for part in namespace):
-        raise ProtocolError(f"namespace: expected texts or nil, got {namespace!r:.80}")
     if _typed(max_new_tokens, int, "max_new_tokens") < 0:
         raise ProtocolError(f"max_new_tokens: {max_new_tokens} is negative")
     return Admit(
         _typed(rid, str, "rid"),
         _tokens(tokens, "tokens"),
-        Namespace(*namespace),
+        _namespace(namespace),
         _typed(priority, int, "priority"),
         max_new_tokens,
     )
+
+
+def _namespace(value: Any) -> Namespace:
+    if not isinstance(value, list) or len(value) != len(Namespace._fields):
+        raise ProtocolError(f"namespace: expected {len(Namespace._fields)} fields, got {value!r:.80}")
+    if not all(part is None or isinstance(part, str) for part in value):
+        raise ProtocolError(f"namespace: expected texts or nil, got {value!r:.80}")
+    return Namespace(*value)
+
+
+def _chunk(row: list[Any]) -> Chunk:
+    rid, computed = row
+    if _typed(computed, int, "computed_tokens") < 0:
+        raise ProtocolError(f"computed_tokens: {computed} is negative")
+    return Chunk(_typed(rid, str, "rid"), computed)
 
 
 def _finish(row: list[Any]) -> Finish:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from hicache_ray.actors.errors import GroupRestarted
-from hicache_ray.actors.group import GroupAnswer, TPGroup
+from hicache_ray.actors.group import TPGroup
+from hicache_ray.answers import GroupAnswer
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.protocol import Admit, Finish, Scheduled
 from hicache_ray.service import RayStart, Service, start

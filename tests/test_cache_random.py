@@ -14,7 +14,7 @@ import pytest
 from hicache_ray.config_names import PREFETCH_POLICIES, WRITE_POLICIES
 from hicache_ray.control import DONE, DRAINING, REFUSED
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
-from hicache_ray.protocol import Admit, Control, Finish
+from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek
 from tests.whole_cache import Lockstep, Shape, admit, tokens_of
 
 SEQUENCES = int(os.environ.get("HICACHE_RANDOM_SEQUENCES", "200"))
@@ -99,6 +99,11 @@ class Driver:
         aborts.append(rid)
         return [self.running.pop(rid)]
 
+    def chunks(self) -> list[Chunk]:
+        """Running requests say how far their chunked prefill is."""
+        running = [rid for rid in self.running if self.rng.random() < 0.1]
+        return [Chunk(rid, self.rng.randrange(len(self.running[rid].tokens) // 4 + 1)) for rid in running]
+
     def controls(self) -> list[Control]:
         """Now and then a flush, a detach, an attach or another policy; a flush that has to drain is sent again."""
         if self.draining and self.rng.random() < 0.7:
@@ -126,7 +131,7 @@ class Driver:
         polls = [rid for rid in self.waiting if self.rng.random() < 0.3]
         schedules = [rid for rid in self.waiting if self.rng.random() < (0.6 if rid in self.ready else 0.03)]
         self.waiting.update({a.rid: a for a in admits})
-        controls = self.controls()
+        controls, chunks = self.controls(), self.chunks()
         schedules = [rid for rid in schedules if rid not in aborts]
         polls = [rid for rid in polls if rid not in aborts]
         answer = self.group.step(
@@ -136,6 +141,8 @@ class Driver:
             polls=polls,
             schedules=schedules,
             controls=controls,
+            chunks=chunks,
+            peeks=[Peek(a.tokens, a.namespace) for a in admits],
         )
         self.states.update(state for state, _ in answer.controlled)
         self.draining = next((c for c, (s, _) in zip(controls, answer.controlled, strict=True) if s == DRAINING), None)

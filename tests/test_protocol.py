@@ -11,8 +11,10 @@ from hicache_ray.hashing import Namespace
 from hicache_ray.protocol import (
     PROTOCOL_VERSION,
     Admit,
+    Chunk,
     Control,
     Finish,
+    Peek,
     ProtocolError,
     Scheduled,
     StepAnswer,
@@ -32,6 +34,8 @@ requests = st.builds(
     admits=st.lists(admits, max_size=3).map(tuple),
     polls=st.lists(rids, max_size=3).map(tuple),
     schedules=st.lists(rids, max_size=3).map(tuple),
+    chunks=st.lists(st.builds(Chunk, rids, st.integers(0, 99)), max_size=2).map(tuple),
+    peeks=st.lists(st.builds(Peek, tokens, namespaces), max_size=2).map(tuple),
     controls=st.just(()) | st.just((Control("flush", {"tier": "host"}),)),
 )
 
@@ -56,7 +60,7 @@ def test_random_bytes_are_refused_and_nothing_else_is_raised(message: bytes) -> 
 @given(st.recursive(st.none() | st.integers() | st.binary(max_size=3) | st.text(max_size=3), st.lists, max_leaves=12))
 def test_well_formed_msgpack_of_another_shape_is_refused(value: object) -> None:
     try:
-        message = msgpack.packb([PROTOCOL_VERSION, 0, 0, [], [], [value], [], [], []])
+        message = msgpack.packb([PROTOCOL_VERSION, 0, 0, [], [], [value], [], [], [], [], []])
     except OverflowError:
         return
     with pytest.raises(ProtocolError):
@@ -66,12 +70,12 @@ def test_well_formed_msgpack_of_another_shape_is_refused(value: object) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ([99, 0, 0, [], [], [], [], [], []], "version 99"),
-        ([PROTOCOL_VERSION, 0, 0, []], "expected 9 fields"),
-        ([PROTOCOL_VERSION, 0, 0, [], [["r", b"abc", True]], [], [], [], []], "4-byte tokens"),
-        ([PROTOCOL_VERSION, True, 0, [], [], [], [], [], []], "generation"),
-        ([PROTOCOL_VERSION, 0, 0, [], [], [["r", b"", [None, 3, None], 0, 0]], [], [], []], "namespace"),
-        ([PROTOCOL_VERSION, 0, 0, [], [], [["r", b"", [None, None, None], 0, -1]], [], [], []], "negative"),
+        ([99, 0, 0, [], [], [], [], [], [], [], []], "version 99"),
+        ([PROTOCOL_VERSION, 0, 0, []], "expected 11 fields"),
+        ([PROTOCOL_VERSION, 0, 0, [], [["r", b"abc", True]], [], [], [], [], [], []], "4-byte tokens"),
+        ([PROTOCOL_VERSION, True, 0, [], [], [], [], [], [], [], []], "generation"),
+        ([PROTOCOL_VERSION, 0, 0, [], [], [["r", b"", [None, 3, None], 0, 0]], [], [], [], [], []], "namespace"),
+        ([PROTOCOL_VERSION, 0, 0, [], [], [["r", b"", [None, None, None], 0, -1]], [], [], [], [], []], "negative"),
     ],
 )
 def test_what_is_wrong_is_named(fields: list[object], text: str) -> None:

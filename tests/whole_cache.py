@@ -26,7 +26,7 @@ from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
 from hicache_ray.prefetch import Prefetch, PrefetchPolicy
 from hicache_ray.progress import Progress
-from hicache_ray.protocol import Admit, Control, Finish, StepAnswer, StepRequest
+from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest
 from hicache_ray.requests import Request
 from hicache_ray.storage.base import Bytes, PageStorage, StorageConfig
 from hicache_ray.storage_io import StorageIO
@@ -196,6 +196,8 @@ class Lockstep:
         polls: Sequence[str] = (),
         schedules: Sequence[str] = (),
         controls: Sequence[Control] = (),
+        chunks: Sequence[Chunk] = (),
+        peeks: Sequence[Peek] = (),
     ) -> StepAnswer:
         """One step of all ranks; runs the scheduled requests and checks everything that must hold after it."""
         request = StepRequest(
@@ -207,6 +209,8 @@ class Lockstep:
             tuple(polls),
             tuple(schedules),
             tuple(controls),
+            tuple(chunks),
+            tuple(peeks),
         )
         message = request.encode()
         for finish in finishes:

@@ -25,7 +25,8 @@ from hicache_ray.actors.errors import (
 )
 from hicache_ray.actors.names import RAY_NAMESPACE, rank_name
 from hicache_ray.actors.rank import CONCURRENCY_GROUPS, RankServer, RankSpec
-from hicache_ray.protocol import Admit, Admitted, Control, Finish, Finished, Polled, Scheduled, StepAnswer, StepRequest
+from hicache_ray.answers import GroupAnswer, differences, merge
+from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest
 from hicache_ray.requests import RequestError
 
 _remote: Any = ray.remote
@@ -35,25 +36,6 @@ logger = logging.getLogger("hicache_ray.group")
 
 INLINE_BYTES = 64 << 10
 """Larger step messages travel once, through the object store, instead of once a rank."""
-
-
-@dataclass(frozen=True)
-class GroupAnswer:
-    """What a group answered to one step: the agreed part once, the ranks' own parts as lists by rank.
-
-    `timings_us`: `total` (as the caller saw it); `reduction`, `work`, `engine` of the slowest rank; `message` is the
-    rest: encoding, travel, decoding.
-    """
-
-    step: int
-    digest: int
-    admitted: tuple[Admitted, ...]
-    polled: tuple[Polled, ...]
-    scheduled: tuple[Scheduled, ...]
-    finished: tuple[Finished, ...]
-    controlled: tuple[tuple[Any, ...], ...]
-    engine: tuple[dict[str, Any], ...]
-    timings_us: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -177,6 +159,8 @@ class TPGroup:
         polls: Sequence[str] = (),
         schedules: Sequence[str] = (),
         controls: Sequence[Control] = (),
+        chunks: Sequence[Chunk] = (),
+        peeks: Sequence[Peek] = (),
     ) -> GroupAnswer:
         """One scheduling iteration on all ranks.
 
@@ -197,6 +181,8 @@ class TPGroup:
             polls=tuple(polls),
             schedules=tuple(schedules),
             controls=tuple(controls),
+            chunks=tuple(chunks),
+            peeks=tuple(peeks),
         )
         try:
             answers = [StepAnswer.decode(answer) for answer in self._send(request.encode())]
@@ -204,7 +190,7 @@ class TPGroup:
         except GroupError as error:
             self._heal(error)
         self._step += 1
-        return _group_answer(answers, (time.perf_counter() - began) * 1e6)
+        return merge(answers, _timings(answers, (time.perf_counter() - began) * 1e6))
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters of every rank, by rank."""
@@ -277,10 +263,9 @@ class TPGroup:
     def _compare(self, answers: Sequence[StepAnswer]) -> None:
         first = answers[0]
         for answer in answers[1:]:
-            if answer.agreed() == first.agreed():
+            differing = differences(first, answer)
+            if not differing:
                 continue
-            fields = ("step", "digest", "admitted", "polled", "scheduled", "finished")
-            differing = [name for name, a, b in zip(fields, first.agreed(), answer.agreed(), strict=True) if a != b]
             raise DivergenceError(
                 f"group {self.name}: ranks {first.rank} and {answer.rank} differ at step {first.step} "
                 f"in {', '.join(differing)}"
@@ -319,20 +304,9 @@ def _start_rank(spec: RankSpec, bundle: int, placement: Any, options: GroupOptio
     return actor.remote(spec)
 
 
-def _group_answer(answers: Sequence[StepAnswer], total_us: float) -> GroupAnswer:
-    first = answers[0]
+def _timings(answers: Sequence[StepAnswer], total_us: float) -> dict[str, float]:
     slowest = max(answers, key=lambda answer: answer.timings_us["total"]).timings_us
     timings = {part: slowest[part] for part in ("reduction", "work", "engine")}
     timings["message"] = max(0.0, total_us - slowest["total"])
     timings["total"] = total_us
-    return GroupAnswer(
-        step=first.step,
-        digest=first.digest,
-        admitted=first.admitted,
-        polled=first.polled,
-        scheduled=first.scheduled,
-        finished=first.finished,
-        controlled=tuple(answer.controlled for answer in answers),
-        engine=tuple(answer.engine for answer in answers),
-        timings_us=timings,
-    )
+    return timings
