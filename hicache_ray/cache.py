@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hicache_ray import faultpoints
 from hicache_ray.control import carry_out
 from hicache_ray.controller import NO_CONSUMER, TransferController
 from hicache_ray.index import Match, TieredIndex
@@ -198,13 +199,15 @@ class HiRadixCache:
         self.prefetcher.cancel(rid)
         match = self.index.match(request.key)
         self.index.lock(match.device_node)
-        loaded = self.index.load_back(match) if match.host_pages else None
+        loads = match.host_pages and not faultpoints.fails("alloc.load")
+        loaded = self.index.load_back(match) if loads else None
         node, prefix = match.device_node, self.index.device_value(match)
         if loaded is not None:
             self.index.lock(loaded.node)
             self.index.unlock(match.device_node)
             node, prefix = loaded.node, np.concatenate([prefix, loaded.device_pages])
-        room = self.index.allocate(self._pages_of(request) - len(prefix))
+        wanted = self._pages_of(request) - len(prefix)
+        room = None if faultpoints.fails("alloc.device") else self.index.allocate(wanted)
         if room is None:
             self.index.unlock(node)
             return Scheduled(rid, False, "no_room")

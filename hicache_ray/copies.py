@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from hicache_ray import faultpoints
 from hicache_ray.worker import Worker
 
 Copy = Callable[[], None]
@@ -46,6 +47,7 @@ class ThreadLane(CopyLane):
     """CPU lane: one worker thread."""
 
     def __init__(self, name: str) -> None:
+        self._point = f"copy.{name}"
         self._worker = Worker(name)
         self._done = 0
         self._error: Exception | None = None
@@ -53,6 +55,7 @@ class ThreadLane(CopyLane):
     def submit(self, copy: Copy) -> None:
         def run() -> None:
             try:
+                faultpoints.reach(self._point)
                 copy()
             except Exception as error:
                 self._error = error

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hicache_ray import faultpoints
 from hicache_ray.controller import TransferController
 from hicache_ray.hashing import page_hashes
 from hicache_ray.index import Match, TieredIndex
@@ -158,7 +159,8 @@ class Prefetcher:
             self._read_or_revoke(prefetch, progress.hit_pages)
 
     def _read_or_revoke(self, prefetch: Prefetch, hits: int) -> None:
-        pages = self.index.allocate_host(hits) if self.policy.is_worth(hits) else None
+        worth = self.policy.is_worth(hits) and not faultpoints.fails("alloc.host")
+        pages = self.index.allocate_host(hits) if worth else None
         if pages is None or self.controller.storage_io is None:
             self.counts["revoked"] += 1
             self._end(prefetch, 0)

@@ -27,6 +27,7 @@ LAYERS = [
         "radix",
         "protocol",
         "progress",
+        "faultpoints",
     },
     {"pools"},
     {"index", "ledger"},

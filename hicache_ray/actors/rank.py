@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from hicache_ray import faultpoints
 from hicache_ray.actors.collective import CollectiveError, ReductionGroup
 from hicache_ray.actors.errors import StaleGeneration
 from hicache_ray.actors.recovery import RankInfo
@@ -70,6 +71,7 @@ class RankServer:
 
         All ranks of the group have to call it at about the same time.
         """
+        faultpoints.reach("rank.join")
         self.leave()
         self.cache.begin_generation(generation)
         config = self.spec.config
@@ -100,6 +102,7 @@ class RankServer:
 
     def quiesce(self, timeout: float) -> None:
         """Ends all requests and transfers of this rank; TimeoutError when one does not end in time."""
+        faultpoints.reach("rank.quiesce")
         self.returning.quiesce(timeout)
 
     def settings(self) -> dict[str, Any]:
@@ -116,6 +119,7 @@ class RankServer:
 
     def claim(self, catalog: bytes, peers: Sequence[Any], seconds: float) -> bytes:
         """Which pages of the catalog this rank has, one byte a page, after fetching what it can (`recover`)."""
+        faultpoints.reach("rank.claim")
         return self.returning.claim(catalog, [_peer(actor) for actor in peers], seconds)
 
     @_beside(concurrency_group="peer")
@@ -125,11 +129,13 @@ class RankServer:
 
     def restore(self, catalog: bytes, retained: bytes) -> int:
         """Takes the retained pages as the new tree; returns its digest."""
+        faultpoints.reach("rank.restore")
         return self.returning.restore(catalog, retained)
 
     def step(self, message: bytes) -> bytes:
         """One step: `StepRequest.encode()` in, `StepAnswer.encode()` out."""
         began = time.perf_counter()
+        faultpoints.reach("rank.step")
         request = StepRequest.decode(message)
         if request.generation != self.cache.generation:
             raise StaleGeneration(
@@ -145,6 +151,7 @@ class RankServer:
         ended = time.perf_counter()
         answer.timings_us["engine"] = (prepared - began + ended - stepped) * 1e6
         answer.timings_us["total"] = (ended - began) * 1e6
+        faultpoints.reach("rank.answer")
         return answer.encode()
 
     def stats(self) -> dict[str, Any]:
@@ -167,6 +174,7 @@ class RankServer:
         self.cache.close()
 
     def _reduce(self, vector: np.ndarray) -> np.ndarray:
+        faultpoints.reach("rank.reduce")
         if self.spec.config.tp_size == 1:
             return alone(vector)
         reduction = self.reduction

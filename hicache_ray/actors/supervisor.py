@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from hicache_ray import faultpoints
 from hicache_ray.actors.directory import generation_of, look_up, publish_generation
 from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.names import RAY_NAMESPACE, group_name, rank_name, supervisor_name
@@ -97,6 +98,7 @@ class SupervisorServer:
     def _watch(self) -> None:
         while not self._stopped.wait(self.period):
             try:
+                faultpoints.reach("supervisor.watch")
                 record = look_up(self.service)
                 for group in record.groups if record else ():
                     if self._is_broken(group):
@@ -124,6 +126,8 @@ class SupervisorServer:
     def _ping(self, group: str) -> dict[int, RankInfo]:
         refs = {}
         for rank in range(self._size(group)):
+            if faultpoints.fails("supervisor.ping", rank_name(group, rank)):
+                continue
             try:
                 refs[self._actor(group, rank).ping.remote()] = rank
             except ValueError:
@@ -140,6 +144,7 @@ class SupervisorServer:
 
     def _recover(self, group: str) -> Recovered:
         noticed, full = time.time(), group_name(self.service, group)
+        faultpoints.reach("supervisor.recover")
         record = look_up(self.service)
         if record is None or group not in record.groups:
             raise GroupError(f"service {self.service} has no group {group!r}")

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from hicache_ray import faultpoints
 from hicache_ray.hashing import sglang_file_key
 from hicache_ray.storage.base import HiCacheStorage, Slots, StorageConfig, StorageExtra
 from hicache_ray.storage.file_format import PageFile, PageRead, file_bytes, read_page_file, write_page_file
@@ -269,6 +272,7 @@ class FileStorage(HiCacheStorage):
         for attempt in range(2):
             try:
                 os.rename(path, target)
+                faultpoints.damage("page.file", lambda: [np.memmap(target, np.uint8, "r+")])
                 if self.options.fsync:
                     _sync_folder(os.path.dirname(target))
                 return True

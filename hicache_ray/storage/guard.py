@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hicache_ray import faultpoints
 from hicache_ray.storage.base import HiCacheStorage, HostPages, Slots, StorageExtra, StorageStats
 from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.guard_calls import CallThreads
@@ -28,6 +29,7 @@ ERRORS_IN_A_ROW = 3
 """Failed calls, one after the other, that open the breaker. A call that hangs opens it at once."""
 
 READ, WRITE = "read", "write"
+EXISTS_POINT, GET_POINT, SET_POINT = "storage.batch_exists", "storage.batch_get_v1", "storage.batch_set_v1"
 
 
 class GuardedStorage(HiCacheStorage):
@@ -53,7 +55,8 @@ class GuardedStorage(HiCacheStorage):
         self.backend.register_mem_pool_host(pool)
 
     def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
-        hits = self._call(READ, "batch_exists", None, lambda: self.backend.batch_exists(hashes, extra))
+        lookup = faultpoints.around(EXISTS_POINT, len(hashes), lambda: self.backend.batch_exists(hashes, extra))
+        hits = self._call(READ, "batch_exists", None, lookup)
         if hits is None:
             return 0
         if not isinstance(hits, int | np.integer) or not 0 <= hits <= len(hashes):
@@ -62,16 +65,14 @@ class GuardedStorage(HiCacheStorage):
 
     def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
         self.host_page_numbers(hashes, host_slots)
-        answer = self._call(
-            READ, "batch_get_v1", host_slots, lambda: self.backend.batch_get_v1(hashes, host_slots, extra)
-        )
+        read = faultpoints.around(GET_POINT, len(hashes), lambda: self.backend.batch_get_v1(hashes, host_slots, extra))
+        answer = self._call(READ, "batch_get_v1", host_slots, read)
         return self._flags("batch_get_v1", answer, len(hashes))
 
     def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
         self.host_page_numbers(hashes, host_slots)
-        answer = self._call(
-            WRITE, "batch_set_v1", host_slots, lambda: self.backend.batch_set_v1(hashes, host_slots, extra)
-        )
+        write = faultpoints.around(SET_POINT, len(hashes), lambda: self.backend.batch_set_v1(hashes, host_slots, extra))
+        answer = self._call(WRITE, "batch_set_v1", host_slots, write)
         return self._flags("batch_set_v1", answer, len(hashes))
 
     def when_returned(self, host_slots: Slots, callback: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hicache_ray import faultpoints
 from hicache_ray.storage.arena import ArenaMapping
 from hicache_ray.storage.arena_layout import ArenaError
 from hicache_ray.storage.base import Bytes, StorageCounters
@@ -70,6 +71,9 @@ class Member:
         """Start a call; None when the breaker refuses it or the actor can't be found."""
         if not self.breaker.allows():
             self._counters.add(refused=1)
+            return None
+        if faultpoints.fails("channel.call", self.name):
+            self._failed(ChannelLost("a fault plan cuts the connection"))
             return None
         try:
             if (near := self._near_for(method, args)) is not None:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hicache_ray import faultpoints
 from hicache_ray.storage.base import Bytes
 from hicache_ray.storage.copying import load_page, store_page
 from hicache_ray.storage.membership import Membership
-from hicache_ray.storage.shard import GRANTED, Flags, Shard
+from hicache_ray.storage.shard import GRANTED, Flags, Grants, Shard
 from hicache_ray.storage.wire import FAILED, OK, STALE, Commit, Reply, Request, WireError
 
 
@@ -38,10 +39,12 @@ class ShardService:
 
     def exists(self, message: bytes) -> bytes:
         """Request -> flags, one per key."""
+        faultpoints.reach("actor.exists")
         return self._answer(message, lambda request: (0, self.shard.exists(request.keys).tobytes()))
 
     def reserve(self, message: bytes) -> bytes:
         """Request -> reservation id and grants; see `Shard.reserve`."""
+        faultpoints.reach("actor.reserve")
 
         def reserve(request: Request) -> tuple[int, bytes]:
             reservation = self.shard.reserve(request.keys, request.length, request.label)
@@ -55,6 +58,7 @@ class ShardService:
         Args:
             data: the granted pages [n, page_bytes], of a client that can't write to the arena itself.
         """
+        faultpoints.reach("actor.commit")
         try:
             commit = Commit.unpack(message)
             good = commit.good if data is None else commit.good & self._write(commit, data)
@@ -68,21 +72,25 @@ class ShardService:
 
     def acquire(self, message: bytes) -> bytes:
         """Request -> lease id and grants; see `Shard.acquire`."""
+        faultpoints.reach("actor.acquire")
 
         def acquire(request: Request) -> tuple[int, bytes]:
             lease = self.shard.acquire(request.keys, request.length)
+            faultpoints.damage("page.arena", lambda: self._granted(lease.grants, request.length))
             return lease.id, lease.grants.tobytes()
 
         return self._answer(message, acquire)
 
     def read(self, message: bytes) -> tuple[bytes, Bytes]:
         """As `acquire`, and the granted pages [granted, page_bytes]; the lease has ended at return."""
+        faultpoints.reach("actor.read")
         pages = np.empty((0, 0), np.uint8)
 
         def read(request: Request) -> tuple[int, bytes]:
             nonlocal pages
             lease = self.shard.acquire(request.keys, request.length)
             granted = lease.grants[lease.grants["status"] == GRANTED]
+            faultpoints.damage("page.arena", lambda: self._granted(lease.grants, request.length))
             pages = np.empty((len(granted), request.length), np.uint8)
             suspects = [
                 int(grant["slot"])
@@ -90,6 +98,7 @@ class ShardService:
                 if load_page(page, self.shard.arena.data(int(grant["offset"]), request.length)) != grant["checksum"]
             ]
             self.shard.release(lease.id, suspects)
+            faultpoints.damage("page.answered", lambda: list(pages))
             return 0, lease.grants.tobytes()
 
         return self._answer(message, read), pages
@@ -101,6 +110,11 @@ class ShardService:
     def release(self, lease: int, suspects: bytes = b"") -> None:
         """See `Shard.release`; `suspects` are int64 slots."""
         self.shard.release(lease, np.frombuffer(suspects, np.int64).tolist())
+
+    def _granted(self, grants: Grants, length: int) -> list[Bytes]:
+        """Views of the granted pages in the arena."""
+        offsets = grants["offset"][grants["status"] == GRANTED].tolist()
+        return [self.shard.arena.data(offset, length) for offset in offsets]
 
     def _write(self, commit: Commit, data: Bytes) -> Flags:
         """Copy pages to their reserved slots; True for those that arrived as they were sent."""

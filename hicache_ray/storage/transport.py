@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from hicache_ray import faultpoints
 from hicache_ray.storage.arena import ArenaMapping
 from hicache_ray.storage.base import Bytes
 from hicache_ray.storage.channel import Pending
@@ -110,6 +111,7 @@ class _ArrayWriter:
 
     def commit(self, good: Flags) -> Pending | None:
         message = Commit(self._reservation, self._checksums, good).pack()
+        faultpoints.damage("page.sent", lambda: list(self._pages))
         return self._member.start("commit", message, self._pages)
 
     def abort(self) -> None:
