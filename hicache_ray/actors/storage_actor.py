@@ -137,12 +137,16 @@ class StorageActor:
         return self._service.read(message)
 
     @ray.method(concurrency_group="io")
-    def release(self, lease: int, suspects: bytes = b"") -> None:
-        self._service.release(lease, suspects)
+    def release(self, lease: int) -> None:
+        self._service.release(lease)
+
+    @ray.method(concurrency_group="io")
+    def report(self, message: bytes) -> bytes:
+        return self._service.report(message)
 
     @ray.method(concurrency_group="ctl")
-    def clear(self, label: bytes | None = None) -> bytes:
-        return self._service.clear(label)
+    def clear(self, label: bytes | None = None, prefix: bytes = b"") -> bytes:
+        return self._service.clear(label, prefix)
 
     @ray.method(concurrency_group="ctl")
     def set_membership(self, message: bytes) -> int:

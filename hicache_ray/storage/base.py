@@ -184,8 +184,9 @@ class HiCacheStorage(ABC):
         """
 
     @abstractmethod
-    def clear(self) -> None:
-        """Drop every page of this store, of all models and ranks. Errors of the store itself are raised."""
+    def clear(self, everything: bool = False) -> None:
+        """Drop the pages of this backend's identity; with `everything` those of all models and ranks. A store that
+        can't tell identities apart always drops everything. Errors of the store itself are raised."""
 
     def get_stats(self) -> StorageStats:
         """The counters since start."""

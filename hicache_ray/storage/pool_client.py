@@ -139,7 +139,7 @@ class PoolClient:
             jobs = [(located[page][0].load, located[page][1], pages[page]) for page in wanted]
             done[wanted] = self._copier.run(jobs)
             for reader in readers:
-                reader.finish()
+                reader.finish(deadline)
                 self.counters.add(corrupt=len(reader.suspects))
             if done.all():
                 break

@@ -102,14 +102,15 @@ class RayPoolStorage(HiCacheStorage):
         self.counters.add(set_calls=1, set_asked=len(keys), set_seconds=time.perf_counter() - started)
         return [True] * done + [False] * (len(keys) - done)
 
-    def clear(self) -> None:
-        """Drop every page of the pool.
+    def clear(self, everything: bool = False) -> None:
+        """Drop the pages of this identity, or of the whole pool.
 
         Raises:
             RuntimeError: members that could not be reached; the others are cleared.
         """
         deadline = Deadline(self.config.timeout)
-        calls = [(member, member.start("clear")) for member in self._client.members]
+        prefix = b"" if everything else self._prefix
+        calls = [(member, member.start("clear", None, prefix)) for member in self._client.members]
         away = [member.name for member, call in calls if member.finish(call, deadline) is None]
         if away:
             raise RuntimeError(f"storage actors {', '.join(away)} are away and were not cleared")

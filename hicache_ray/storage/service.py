@@ -103,13 +103,21 @@ class ShardService:
 
         return self._answer(message, read), pages
 
-    def clear(self, label: bytes | None = None) -> bytes:
-        """Drop all pages, or a namespace label's -> the number of dropped pages, 8 bytes little endian."""
-        return self._reply(OK, 0, self.shard.clear(label).to_bytes(8, "little"))
+    def clear(self, label: bytes | None = None, prefix: bytes = b"") -> bytes:
+        """See `Shard.clear` -> the number of dropped pages, 8 bytes little endian."""
+        return self._reply(OK, 0, self.shard.clear(label, prefix).to_bytes(8, "little"))
 
-    def release(self, lease: int, suspects: bytes = b"") -> None:
-        """See `Shard.release`; `suspects` are int64 slots."""
-        self.shard.release(lease, np.frombuffer(suspects, np.int64).tolist())
+    def release(self, lease: int) -> None:
+        """See `Shard.release`."""
+        self.shard.release(lease)
+
+    def report(self, message: bytes) -> bytes:
+        """End a lease and name the slots whose bytes were wrong, both as int64 -> nothing, when they are dropped."""
+        if not message or len(message) % 8:
+            return self._reply(FAILED, 0, b"a report is a lease and slots, of 8 bytes each")
+        lease, *suspects = np.frombuffer(message, np.int64).tolist()
+        self.shard.release(lease, suspects)
+        return self._reply(OK, 0, b"")
 
     def _granted(self, grants: Grants, length: int) -> list[Bytes]:
         """Views of the granted pages in the arena."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.arena_layout import MAX_KEY_BYTES, MAX_LABEL_BYTES, slot_bytes_for
+from hicache_ray.storage.arena_layout import MAX_KEY_BYTES, MAX_LABEL_BYTES, seals_of, slot_bytes_for
 from hicache_ray.storage.copying import checksum_of
 from hicache_ray.storage.eviction import Page
 from hicache_ray.storage.residents import Residents
@@ -38,6 +38,7 @@ Grants = npt.NDArray[Any]
 Flags = npt.NDArray[np.bool_]
 
 REMEMBERED_COMMITS = 1024
+AUDIT_PAGES = 64
 
 
 @dataclass(frozen=True)
@@ -231,26 +232,20 @@ class Shard:
         with self._lock:
             self._expire()
             self._counts["asked"] += len(keys)
-            found = [(i, page) for i, key in enumerate(keys) if (page := self._residents.get(key)) is not None]
-            slots = np.array([page.slot for _, page in found], dtype=np.int64)
-            fits = self.arena.headers["length"][slots] == length
-            found = [pair for pair, ok in zip(found, fits.tolist(), strict=True) if ok]
+            found = self._readable(keys, length)
             if not found:
                 return Lease(0, grants)
-            where, pages, slots = [i for i, _ in found], [page for _, page in found], slots[fits]
+            where, pages = [i for i, _ in found], [page for _, page in found]
+            slots = np.array([page.slot for page in pages], dtype=np.int64)
             self._counts["hits"] += len(pages)
             self._residents.touch(pages)
-            for page in pages:
-                page.leases += 1
             headers = self.arena.headers
             grants["slot"][where] = slots
             grants["offset"][where] = self.arena.offsets(slots)
             grants["generation"][where] = headers["generation"][slots]
             grants["checksum"][where] = headers["checksum"][slots]
             grants["status"][where] = GRANTED
-            identity = next(self._ids)
-            self._leased[identity] = _Leased(pages, self._clock() + self._lease_seconds)
-            return Lease(identity, grants)
+            return Lease(self._lease(pages), grants)
 
     def release(self, lease: int, suspects: Sequence[int] = ()) -> None:
         """End a lease; harmless for one that is unknown or expired.
@@ -270,13 +265,18 @@ class Shard:
                     self._residents.drop(page)
                 self._residents.end_lease(page)
 
-    def clear(self, label: bytes | None = None) -> int:
-        """Drop all pages, or those of one namespace label; what is being written is dropped too. Returns the pages."""
+    def clear(self, label: bytes | None = None, prefix: bytes = b"") -> int:
+        """Drop the pages of a namespace label (None: of all) whose keys begin with `prefix`; what is being written is
+        dropped too. Returns the number of dropped pages."""
+
+        def goes(key: bytes, of: bytes) -> bool:
+            return (label is None or of == label) and key.startswith(prefix)
+
         with self._lock:
             for identity, held in list(self._reserved.items()):
-                if label is None or held.label == label:
+                if any(goes(key, held.label) for key in held.keys):
                     self._abandon(self._reserved.pop(identity))
-            gone = [page for page in self._residents.pages() if label is None or page.label == label]
+            gone = [page for page in self._residents.pages() if goes(page.key, page.label)]
             for page in gone:
                 self._residents.drop(page)
             return len(gone)
@@ -309,9 +309,9 @@ class Shard:
         with self._lock:
             leases = [page for held in self._leased.values() for page in held.pages]
             self._residents.check_integrity(leases, [(held.slot_bytes, held.slots) for held in self._reserved.values()])
-            if read_pages:
-                broken = [page.slot for page in self._residents.pages() if not self._intact(page)]
-                assert not broken, f"slots {broken} do not match their checksums"
+        if read_pages:
+            broken = self._broken_slots()
+            assert not broken, f"slots {broken} do not match their checksums"
 
     def _checked_size(self, keys: Sequence[bytes], length: int, label: bytes) -> int:
         if not 0 < length <= self.arena.geometry.segment_bytes:
@@ -347,6 +347,41 @@ class Shard:
         self.arena.mark_valid(np.array(slots, np.int64), list(new), checksums[order], held.label, expires)
         self._watch_expiry(self._residents.add(list(new), slots, held.slot_bytes, held.label, expires))
         self._counts["stored"] += len(new)
+
+    def _readable(self, keys: Sequence[bytes], length: int) -> list[tuple[int, Page]]:
+        """Positions and pages of the keys that are stored with that length. A page whose header was damaged is dropped:
+        it could neither be read nor be stored again."""
+        found = [(i, page) for i, key in enumerate(keys) if (page := self._residents.get(key)) is not None]
+        fits = self.arena.headers["length"][[page.slot for _, page in found]] == length
+        if fits.all():
+            return found
+        for _, page in itertools.compress(found, ~fits):
+            row = self.arena.headers[page.slot : page.slot + 1]
+            if page.stored and seals_of(row) != row["seal"]:
+                self._counts["corrupt"] += 1
+                self._residents.drop(page)
+        return list(itertools.compress(found, fits))
+
+    def _lease(self, pages: list[Page]) -> int:
+        for page in pages:
+            page.leases += 1
+        identity = next(self._ids)
+        self._leased[identity] = _Leased(pages, self._clock() + self._lease_seconds)
+        return identity
+
+    def _broken_slots(self) -> list[int]:
+        """Slots of the pages that do not match their checksums. They are read a few at a time, under a lease, so that
+        clients go on meanwhile."""
+        with self._lock:
+            pages = self._residents.pages()
+        broken = []
+        for start in range(0, len(pages), AUDIT_PAGES):
+            with self._lock:
+                batch = [page for page in pages[start : start + AUDIT_PAGES] if page.stored]
+                lease = self._lease(batch)
+            broken += [page.slot for page in batch if not self._intact(page)]
+            self.release(lease)
+        return broken
 
     def _intact(self, page: Page) -> bool:
         header = self.arena.headers[page.slot]

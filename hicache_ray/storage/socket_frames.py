@@ -10,7 +10,7 @@ import socket
 import struct
 from typing import Any
 
-METHODS = ("exists", "reserve", "commit", "acquire", "abort", "release")
+METHODS = ("exists", "reserve", "commit", "acquire", "report", "abort", "release")
 """The calls that can be made here; a frame names one by its place. The last two are not answered."""
 ONE_WAY = frozenset({"abort", "release"})
 
@@ -27,12 +27,12 @@ class FrameError(ValueError):
 
 def fits(method: str, args: tuple[Any, ...]) -> bool:
     """Whether a call can be made over a socket: those that carry pages can't."""
-    return method in METHODS and (len(args) == 1 or method == "release")
+    return method in METHODS and len(args) == 1
 
 
 def pack_call(method: str, args: tuple[Any, ...]) -> bytes:
     """The frame of a call that `fits`."""
-    body = IDENTITY.pack(args[0]) + b"".join(args[1:]) if method in ONE_WAY else args[0]
+    body = IDENTITY.pack(args[0]) if method in ONE_WAY else args[0]
     return HEAD.pack(METHODS.index(method), len(body)) + body
 
 
@@ -40,10 +40,9 @@ def unpack_body(method: str, body: bytes) -> tuple[Any, ...]:
     """The arguments in a frame's body."""
     if method not in ONE_WAY:
         return (body,)
-    if len(body) < IDENTITY.size:
+    if len(body) != IDENTITY.size:
         raise FrameError(f"a {method} of {len(body)} bytes names nothing")
-    identity = IDENTITY.unpack_from(body)[0]
-    return (identity,) if method == "abort" else (identity, body[IDENTITY.size :])
+    return IDENTITY.unpack(body)
 
 
 class FrameReader:

@@ -15,7 +15,7 @@ import numpy as np
 from hicache_ray import faultpoints
 from hicache_ray.storage.arena import ArenaMapping
 from hicache_ray.storage.base import Bytes
-from hicache_ray.storage.channel import Pending
+from hicache_ray.storage.channel import Deadline, Pending
 from hicache_ray.storage.copying import load_page, store_page
 from hicache_ray.storage.member import Answer, Member
 from hicache_ray.storage.shard import GRANTED, Flags
@@ -41,8 +41,8 @@ class PageReader(Protocol):
     def load(self, k: int, page: Bytes) -> bool:
         """Fill a host page [..., segment_bytes]; False when its bytes are not those that were stored."""
 
-    def finish(self) -> None:
-        """End the lease. No `load` may follow."""
+    def finish(self, deadline: Deadline) -> None:
+        """End the lease; when there are suspects, wait until the actor knows. No `load` may follow."""
 
     @property
     def suspects(self) -> list[int]:
@@ -140,8 +140,12 @@ class _ArenaReader:
         self.suspects.append(slot)
         return False
 
-    def finish(self) -> None:
-        self._member.send("release", self._lease, np.array(self.suspects, np.int64).tobytes())
+    def finish(self, deadline: Deadline) -> None:
+        if not self.suspects:
+            self._member.send("release", self._lease)
+            return
+        report = np.array([self._lease, *self.suspects], np.int64).tobytes()
+        self._member.finish(self._member.start("report", report), deadline)
 
 
 class _ArrayReader:
@@ -158,5 +162,5 @@ class _ArrayReader:
         self.suspects.append(self._slots[k])
         return False
 
-    def finish(self) -> None:
+    def finish(self, deadline: Deadline) -> None:
         return
