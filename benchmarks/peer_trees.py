@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,15 +32,12 @@ class Tokens:
         return Tokens(self.units[: part.stop * TOKEN_BYTES], self.page_size)
 
 
-class Handle:
+class Handle(NamedTuple):
     """A request between match and insert."""
 
-    __slots__ = ("hit_pages", "match", "node")
-
-    def __init__(self, match: Match, node: Node, hit_pages: int) -> None:
-        self.match = match
-        self.node = node
-        self.hit_pages = hit_pages
+    match: Match
+    node: Node
+    hit_pages: int
 
 
 class Replay:
@@ -96,8 +93,10 @@ class Replay:
             index.device.free(pages[whole:])
         if index.writes or index.loads:  # the copies themselves are no part of the suite
             index.take_transfers()
-            index.acknowledge_writes(len(index.writes))
-            index.acknowledge_loads(len(index.loads))
+            if index.writes:
+                index.acknowledge_writes(len(index.writes))
+            if index.loads:
+                index.acknowledge_loads(len(index.loads))
 
     def evict(self, tokens: int) -> int:
         return self.index.evict(tokens)

@@ -298,12 +298,13 @@ class TieredIndex:
         device_pages = self._room_for_load(bottom, anchor, count)
         if device_pages is None:
             return None
+        device_pages.setflags(write=False)  # the nodes keep parts of it
         chain.reverse()
         host_pages = concatenated([node.host_value for node in chain if node.host_value is not None])
         self._transfers.issue_load(bottom, anchor.end, device_pages, host_pages)
         for node in chain:
             at = node.start - anchor.end
-            self._attach_device(node, device_pages[at : at + node.pages].copy(), "loaded")
+            self._attach_device(node, device_pages[at : at + node.pages], "loaded")
         self.stats.loaded_pages += count
         return LoadBack(device_pages, host_pages, bottom, count * self.page_size)
 

@@ -8,6 +8,7 @@ from hicache_ray.radix.node import NO_PAGES, Pages
 
 _HELD = 0
 """Code of a page that was handed out; every other code means free."""
+_CODE_BYTES = 4
 
 
 class PageError(ValueError):
@@ -82,7 +83,7 @@ class PageAllocator:
             return
         order, code = self._order[:n], self._code
         try:
-            if code[pages].tobytes() != bytes(n * code.itemsize):
+            if code[pages].tobytes() != bytes(n * _CODE_BYTES):
                 raise self._error(pages)
         except IndexError:
             raise self._error(pages) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from typing import Any, Literal
+from typing import Any
 
 from hicache_ray.radix.eviction import EvictionStrategy
 from hicache_ray.radix.node import Node
@@ -19,70 +19,64 @@ Entry = tuple[Any, int, Node]
 class CandidateQueue:
     """A priority queue with lazy deletion.
 
-    An entry is (strategy key, seq, node). It is outdated once the node's slot holds another key; it is dropped when it
-    comes up. Most keys arrive in order (a leaf becomes a candidate right after it was used), so entries go to a sorted
-    run and only the others to a heap: taking the next one costs O(1), at worst O(log n).
+    An entry is (strategy key, seq, node). It is outdated once the node refers to another entry or to none; then it is
+    dropped when it comes up. Most keys arrive in order (a leaf becomes a candidate right after it was used), so entries
+    go to a sorted run and only the others to a heap: taking the next one costs O(1), at worst O(log n).
 
     Args:
         strategy: orders the nodes.
-        slot: attribute of a node that holds the key it is queued under.
-        is_candidate: whether a node may be evicted from this tier now.
+        is_candidate: whether a node may be evicted from this tier now. What keeps a node from being evicted leaves its
+            entry where it is; the node is offered again when that ends.
     """
 
-    def __init__(
-        self,
-        strategy: EvictionStrategy,
-        slot: Literal["device_key", "host_key"],
-        is_candidate: Callable[[Node], bool],
-    ) -> None:
-        self.strategy = strategy
+    def __init__(self, strategy: EvictionStrategy, is_candidate: Callable[[Node], bool]) -> None:
         self._key = strategy.key
         self._ascending = strategy.ascending
-        self._slot = slot
         self._is_candidate = is_candidate
         self._run: deque[Entry] = deque()
         self._heap: list[Entry] = []
-        self._queued = 0
+        self._limit = _SLACK
 
     def offer(self, node: Node) -> None:
         """Queues a candidate, or moves it to its new place when its key changed."""
-        queued = getattr(node, self._slot)
-        if queued is None:
-            self._queued += 1
-        elif self._ascending:
-            return  # the entry is found outdated when it comes up, never too late
+        queued = node.queue_entry
+        if queued is not None and self._ascending:
+            return  # that its key has grown is noticed when it comes up, which is never too late
         key = self._key(node)
-        if key != queued:
-            self._push(key, node)
+        if queued is not None and queued[0] == key:
+            return
+        node.queue_entry = entry = (key, node.seq, node)
+        run, heap = self._run, self._heap
+        if not run or run[-1] < entry:
+            run.append(entry)
+        else:
+            heappush(heap, entry)
+        if len(run) + len(heap) > self._limit:
+            self._drop_outdated()
 
     def pop(self) -> Node | None:
         """Takes out the candidate that goes first; None when there is none."""
-        slot, run, heap = self._slot, self._run, self._heap
+        run, heap = self._run, self._heap
         while True:
             if run and (not heap or run[0] < heap[0]):
-                key, _, node = run.popleft()
+                entry = run.popleft()
             elif heap:
-                key, _, node = heappop(heap)
+                entry = heappop(heap)
             else:
                 return None
-            if getattr(node, slot) != key:
-                continue
-            if self._is_candidate(node):
-                current = self._key(node)
-                if current != key:
-                    self._push(current, node)
-                    continue
-                setattr(node, slot, None)
-                self._queued -= 1
-                return node
-            setattr(node, slot, None)
-            self._queued -= 1
+            key, _, node = entry
+            if node.queue_entry is entry:
+                node.queue_entry = None
+                if self._is_candidate(node):
+                    if self._key(node) == key:
+                        return node
+                    self.offer(node)
 
     def clear(self) -> None:
         """Forgets all entries; for a tree whose nodes are dropped together."""
         self._run.clear()
         self._heap.clear()
-        self._queued = 0
+        self._limit = _SLACK
 
     def entries(self) -> Iterator[Entry]:
         """All entries, outdated ones included, in no particular order; for audits."""
@@ -90,24 +84,12 @@ class CandidateQueue:
         yield from self._heap
 
     def __len__(self) -> int:
-        """Nodes that are queued; some of them may no longer be candidates."""
-        return self._queued
-
-    def _push(self, key: Any, node: Node) -> None:
-        setattr(node, self._slot, key)
-        entry = (key, node.seq, node)
-        run = self._run
-        if not run or run[-1] < entry:
-            run.append(entry)
-        else:
-            heappush(self._heap, entry)
-        # With ascending keys a node has one entry at most, so there is nothing to bound.
-        if not self._ascending and len(run) + len(self._heap) > 2 * self._queued + _SLACK:
-            self._drop_outdated()
+        """Entries, outdated ones included."""
+        return len(self._run) + len(self._heap)
 
     def _drop_outdated(self) -> None:
-        slot = self._slot
-        live = {entry[1]: entry for entry in (*self._run, *self._heap) if getattr(entry[2], slot) == entry[0]}
-        self._run.clear()
-        self._run.extend(sorted(live.values()))
+        live = [entry for entry in self.entries() if entry[2].queue_entry is entry]
         self._heap.clear()
+        self._run.clear()
+        self._run.extend(sorted(live))
+        self._limit = 2 * len(live) + _SLACK

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hicache_ray.radix.candidates import CandidateQueue
 from hicache_ray.radix.digest import MASK, clock_digest, node_digest
 from hicache_ray.radix.node import Node
 from hicache_ray.radix.tree import RadixTree, is_device_candidate, is_host_candidate
@@ -66,21 +63,17 @@ def _check_counters(tree: RadixTree, nodes: list[Node]) -> None:
 
 
 def _check_candidates(tree: RadixTree, nodes: list[Node]) -> None:
-    device, host = _queued_keys(tree.device_candidates), _queued_keys(tree.host_candidates)
+    device = {id(entry) for entry in tree.device_candidates.entries()}
+    host = {id(entry) for entry in tree.host_candidates.entries()}
     for node in nodes:
-        assert not is_device_candidate(node) or _is_queued(tree, node, node.device_key, device), f"{node!r} is lost"
-        assert not is_host_candidate(node) or _is_queued(tree, node, node.host_key, host), f"{node!r} is lost"
-
-
-def _queued_keys(queue: CandidateQueue) -> set[tuple[int, Any]]:
-    return {(seq, key) for key, seq, _ in queue.entries()}
-
-
-def _is_queued(tree: RadixTree, node: Node, key: Any, queued: set[tuple[int, Any]]) -> bool:
-    # An ascending key may have grown since; any other must be the one the node has now.
-    current = tree.strategy.key(node)
-    in_place = key == current or (tree.strategy.ascending and key is not None and key < current)
-    return in_place and (node.seq, key) in queued
+        if is_device_candidate(node) or is_host_candidate(node):
+            entry = node.queue_entry
+            assert entry is not None and id(entry) in (host if node.value is None else device), (
+                f"{node!r} is not queued"
+            )
+            # An ascending key may have grown since; any other must be the one the node has now.
+            key, current = entry[0], tree.strategy.key(node)
+            assert key == current or (tree.strategy.ascending and key < current), f"{node!r} is queued in a wrong place"
 
 
 def _check_digest(tree: RadixTree, nodes: list[Node]) -> None:

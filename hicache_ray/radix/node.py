@@ -39,7 +39,7 @@ class Node:
         end: depth of its last page, counted in pages from the root.
         namespace: of its whole path.
         device_children: children that are on the device.
-        device_key, host_key: the strategy key under which it is queued as an eviction candidate, or None.
+        queue_entry: its entry in the queue of the tier it may be evicted from, or None.
         contribution: what the digest last saw of it.
     """
 
@@ -48,11 +48,9 @@ class Node:
         "contribution",
         "creation",
         "device_children",
-        "device_key",
         "end",
         "hash_value",
         "hit_count",
-        "host_key",
         "host_ref_counter",
         "host_value",
         "key",
@@ -63,6 +61,7 @@ class Node:
         "pages",
         "parent",
         "priority",
+        "queue_entry",
         "seq",
         "value",
     )
@@ -80,8 +79,7 @@ class Node:
         self.host_value: Pages | None = None
         self.hash_value: list[bytes] | None = None
         self.lock_ref = self.host_ref_counter = self.hit_count = self.device_children = 0
-        self.device_key: Any = None
-        self.host_key: Any = None
+        self.queue_entry: tuple[Any, int, Node] | None = None
         self.contribution = 0
         if parent is None:
             self.end = 0

@@ -70,8 +70,8 @@ class RadixTree:
         self.refresh_remainder = refresh_remainder
         self.strategy = eviction_policy(strategy) if isinstance(strategy, str) else strategy
         self.tick = self.splits = self.epoch = self.protections = 0
-        self.device_candidates = CandidateQueue(self.strategy, "device_key", is_device_candidate)
-        self.host_candidates = CandidateQueue(self.strategy, "host_key", is_host_candidate)
+        self.device_candidates = CandidateQueue(self.strategy, is_device_candidate)
+        self.host_candidates = CandidateQueue(self.strategy, is_host_candidate)
         self.next_seq = 0
         self._plant()
 
@@ -241,6 +241,7 @@ class RadixTree:
         parent = node.parent
         assert parent is not None and parent.value is not None, f"{node!r} would be below an evicted node"
         node.value = value
+        node.queue_entry = None  # of the host's queue, if any
         parent.device_children += 1
         self.device_pages += node.pages
         if node.lock_ref:
@@ -257,9 +258,9 @@ class RadixTree:
         parent.device_children -= 1
         self.device_pages -= node.pages
         self.evictable_pages -= node.pages
-        if not parent.device_children:
-            self.offer_device(parent)
-        if node.host_value is not None:
+        if not parent.device_children and not parent.lock_ref and parent is not self.root:
+            self.device_candidates.offer(parent)
+        if node.host_value is not None and not node.children:
             self.offer_host(node)
         if self._digest.notes is not None:
             self._digest.notes.append(node)
