@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.protocol import Admit, Admitted, Finish, Finished, Polled, Scheduled
 from hicache_ray.replay.driver import DriveSettings, ReplayStalled, drive, settle
 from hicache_ray.replay.requests import ReplayRequest
@@ -141,3 +142,21 @@ def test_the_last_token_of_an_answer_is_not_kept() -> None:
     group.step = lambda **given: kept.extend(given.get("finishes", ())) or step(**given)  # type: ignore[method-assign]
     drive([group], iter([request("r0")]), SETTINGS)
     assert [len(finish.output) for finish in kept] == [8]
+
+
+def test_requests_in_flight_when_a_group_is_rebuilt_are_sent_again() -> None:
+    group = ScriptedGroup()
+    step = group.step
+
+    def failing(**given: Any) -> Any:
+        if group.steps == 4:
+            group.steps, group.running, group.polls = 5, [], {}
+            raise GroupRestarted("rebuilt")
+        return step(**given)
+
+    group.step = failing  # type: ignore[method-assign]
+    told: list[int] = []
+    measured = drive([group], iter([request(f"r{n}") for n in range(5)]), SETTINGS, told.append)
+    assert measured.restarts == 1
+    assert told[-1] == 5
+    assert set(group.order) == {f"r{n}" for n in range(5)}

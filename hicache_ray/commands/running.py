@@ -63,8 +63,8 @@ def run_replay(
     from hicache_ray.replay.groups import GROUPS
     from hicache_ray.replay.run import replay
 
-    with _failures(), _ray_failures(mode), ExitStack() as stack:
-        with console.status(f"starting {settings.instances} x {settings.tp} ranks"):
+    with _failures(), ExitStack() as stack:
+        with console.status(f"starting {settings.instances} x {settings.tp} ranks"), _start_failures(mode):
             groups = stack.enter_context(GROUPS[mode](config, settings))
         drive = DriveSettings(page_size=config.page_size, concurrency=settings.concurrency)
         progress = stack.enter_context(_bar(console, workload.total))
@@ -101,8 +101,8 @@ def _failures() -> Iterator[None]:
 
 
 @contextmanager
-def _ray_failures(mode: str) -> Iterator[None]:
-    """Says in one sentence that Ray can't be reached or that the service can't be started on it."""
+def _start_failures(mode: str) -> Iterator[None]:
+    """Says in one sentence that Ray can't be started or reached, or the service not be started on it."""
     if mode != RAY:
         yield
         return
@@ -111,7 +111,7 @@ def _ray_failures(mode: str) -> Iterator[None]:
 
     try:
         yield
-    except (ServiceError, StoragePoolError, ConnectionError) as error:
+    except (ServiceError, StoragePoolError, OSError) as error:
         raise RunFailed(" ".join(str(error).split())) from error
 
 

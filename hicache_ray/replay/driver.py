@@ -5,16 +5,20 @@ A group is what has `step`, `stats` and `check_integrity`: `actors.TPGroup` over
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.hashing import token_bytes
 from hicache_ray.protocol import Admit, Admitted, Finish, Finished, Polled, Scheduled
 from hicache_ray.replay.report import StepTimes, TokenCounts
 from hicache_ray.replay.requests import ReplayRequest
+
+logger = logging.getLogger("hicache_ray.replay")
 
 LOOK_AHEAD = 64
 """Requests of one instance that are drawn from the workload before they can be admitted."""
@@ -109,6 +113,7 @@ class Measured:
     engine: dict[str, int] = field(default_factory=dict)
     digest_checks: int = 0
     steps: int = 0
+    restarts: int = 0
 
     def add(self, answer: StepResult, requests: Mapping[str, ReplayRequest], ranks: int, page_size: int) -> None:
         """Notes one step's answer."""
@@ -159,12 +164,17 @@ class _Instance:
         admits = list(self._admissible(done))
         # While the first in line finds no room nobody overtakes it: what runs ends, and then it fits.
         schedules = self.ready[: 1 if self.blocked else self.settings.concurrency]
-        answer = self.group.step(
-            finishes=finishes,
-            admits=[_admit(request) for request in admits],
-            polls=self.waiting[: self.settings.concurrency],
-            schedules=schedules,
-        )
+        try:
+            answer = self.group.step(
+                finishes=finishes,
+                admits=[_admit(request) for request in admits],
+                polls=self.waiting[: self.settings.concurrency],
+                schedules=schedules,
+            )
+        except GroupRestarted as restarted:
+            self._send_again(restarted)
+            measured.restarts += 1
+            return True
         measured.add(answer, self.requests, self.group.size, self.settings.page_size)
         self._take_finished(answer, done)
         self._take_scheduled(answer)
@@ -202,6 +212,14 @@ class _Instance:
         self.running = [row.rid for row in answer.scheduled if row.ok]
         self.blocked = any(not row.ok for row in answer.scheduled)
         self.ready = [rid for rid in self.ready if rid not in self.running]
+
+    def _send_again(self, restarted: GroupRestarted) -> None:
+        """Puts the requests that were in flight when a rank died back to the head of the queue."""
+        logger.warning("%d requests are sent again: %s", len(self.requests), restarted)
+        self.queue.extendleft(reversed(self.requests.values()))
+        self.requests.clear()
+        self.waiting, self.ready, self.running, self.blocked = [], [], [], False
+        self.moved_at = time.monotonic()
 
     def _watch(self, moved: bool) -> None:
         now = time.monotonic()

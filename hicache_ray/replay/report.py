@@ -81,6 +81,7 @@ class ReplayReport:
         ledger: pages of each pool, summed over ranks.
         unbalanced: a sentence for each rank and pool whose ledger did not add up.
         digest_checks: steps in which the tree digests of several ranks were compared, and found equal.
+        restarts: times that a group was rebuilt; its requests in flight were sent again and count again.
         evictions: pages evicted or dropped, by kind, of one rank of each instance.
         storage: counters of the L3 backends, summed over ranks.
     """
@@ -97,6 +98,7 @@ class ReplayReport:
     ledger: dict[str, dict[str, int]] = field(default_factory=dict)
     unbalanced: tuple[str, ...] = ()
     digest_checks: int = 0
+    restarts: int = 0
     evictions: dict[str, int] = field(default_factory=dict)
     storage: dict[str, float] = field(default_factory=dict)
 
@@ -142,6 +144,7 @@ class ReplayReport:
             "ledger": self.ledger,
             "ledger_balanced": not self.unbalanced,
             "digest_checks": self.digest_checks,
+            "restarts": self.restarts,
             "evictions": self.evictions,
             "storage": self.storage,
         }

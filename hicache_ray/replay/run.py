@@ -70,6 +70,7 @@ def report(
         ledger={name: add_up(rank["ledger"][pool] for rank in ranks) for pool, name in POOL_NAMES.items()},
         unbalanced=tuple(_audit(groups, stats)),
         digest_checks=measured.digest_checks,
+        restarts=measured.restarts,
         evictions=add_up(evictions_of(group[0]["index"]) for group in stats),
         storage=add_up(rank["storage"] for rank in ranks),
     )

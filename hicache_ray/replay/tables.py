@@ -129,6 +129,8 @@ def _closing_lines(report: ReplayReport) -> str:
         lines.append(f"cached pages compared before use: {report.pages_verified:,}, wrong: {report.pages_mismatched:,}")
     if report.digest_checks:
         lines.append(f"steps in which the ranks' trees were compared and equal: {report.digest_checks:,}")
+    if report.restarts:
+        lines.append(f"groups rebuilt after a failure: {report.restarts}")
     balance = "; ".join(report.unbalanced) if report.unbalanced else "balanced: free + in tree = total in every pool"
     return "\n".join([*lines, f"ledger {balance}"])
 
