@@ -21,7 +21,8 @@ from hicache_ray.replay.report import ReplayReport
 from hicache_ray.replay.run import replay
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import Workload, load_workload
-from tests.storage_ray import small_cluster
+from tests.conftest import REPOSITORY
+from tests.storage_ray import arena_files, small_cluster
 
 pytestmark = [pytest.mark.ray]
 
@@ -97,30 +98,41 @@ def test_an_interrupted_run_leaves_nothing_behind(short_folder: Path) -> None:
         "from hicache_ray import cli\n"
         "step = driver._Instance.advance\n"
         "def advance(self, *given):\n"
-        "    print('running', *self.group.pids, flush=True)\n"
+        "    print('running', self.group.name, *self.group.pids, flush=True)\n"
         "    return step(self, *given)\n"
         "driver._Instance.advance = advance\n"
         "sys.argv = ['hicache-ray', 'replay', 'chat:sessions=500', '--tp', '2', '--layers', '1']\n"
         "cli.main()\n"
     )
-    before = arenas()
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     deadline = threading.Timer(240, process.kill)
     deadline.start()
     assert process.stdout is not None
-    word, *pids = process.stdout.readline().split()
+    word, name, *pids = process.stdout.readline().split()
     assert word == "running"
+    service = name.partition(":")[0]
+    assert arena_files(service)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     deadline.cancel()
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert arenas() <= before
+    assert not arena_files(service)
 
 
-def arenas() -> set[str]:
-    """Arena files of all storage pools on this machine."""
-    return {path.name for path in Path("/dev/shm").glob("hicache-*")}
+def test_the_first_program_of_the_readme_runs_and_prints_what_it_says(short_folder: Path) -> None:
+    program = (REPOSITORY / "examples" / "first_program.py").read_text()
+    readme = (REPOSITORY / "README.md").read_text()
+    code = [line for line in program.split('"""')[2].splitlines() if line]
+    assert len(code) == 15
+    assert [line for line in readme.split("```python\n")[1].split("```")[0].splitlines() if line] == code
+    environment = {**os.environ, "RAY_TMPDIR": str(short_folder)}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in readme

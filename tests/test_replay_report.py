@@ -15,6 +15,7 @@ from hicache_ray.replay.report import ReplayReport, StepTimes, TokenCounts, add_
 from hicache_ray.replay.settings import ReplaySettings
 from hicache_ray.replay.sweep import SweepError, combinations, parse_sweeps
 from hicache_ray.replay.tables import report_tables, size, sweep_table, tier_sentences
+from tests.conftest import REPOSITORY
 
 NAMES = {
     *("requests", "blocks", "hit_blocks", "block_hit_rate", "tokens", "token_hit_rate", "tokens_l1", "tokens_l2"),
@@ -142,3 +143,8 @@ def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PlotError, match=r"pip install 'hicache-ray\[plots\]'"):
         check_plot(Path("sweep.png"))
+
+
+def test_every_name_of_the_json_is_documented() -> None:
+    text = (REPOSITORY / "docs" / "replay.md").read_text()
+    assert [name for name in REPORT.as_dict() if f"`{name}`" not in text] == []
