@@ -12,6 +12,9 @@ from hicache_ray.storage.base import StorageConfig
 from hicache_ray.storage.registry import create_backend
 from hicache_ray.testing.host_pages import NumpyHostPages
 from hicache_ray.testing.memory_storage import BACKEND, MemoryStorage, MemoryStore, drop_store
+from hicache_ray.testing.storage_suite import storage_suite
+
+TestMemory = storage_suite(MemoryStorage, {"store": "{folder}"})
 
 HASHES = [f"{number:064x}" for number in range(4)]
 
@@ -25,7 +28,8 @@ def _no_store_is_left() -> Iterator[None]:
 
 def backend(store: str = "mine", capacity: int | None = None, **config: object) -> MemoryStorage:
     extra = {"store": store, "capacity_bytes": capacity}
-    made = create_backend(BACKEND, StorageConfig(ModelIdentity(), extra=extra, **config))  # type: ignore[arg-type]
+    settings = {"identity": ModelIdentity(), "extra": extra, **config}
+    made = create_backend(BACKEND, StorageConfig(**settings))  # type: ignore[arg-type]
     assert isinstance(made, MemoryStorage)
     made.register_mem_pool_host(NumpyHostPages(8))
     return made
@@ -63,3 +67,14 @@ def test_a_rank_that_does_not_write_stores_nothing() -> None:
     assert silent.batch_set_v1(HASHES[:1], pool_of(silent).slots(np.arange(1))) == [True]
     assert silent.batch_exists(HASHES[:1]) == 0
     assert len(silent.store) == 0
+
+
+def test_clearing_drops_this_models_pages_or_all() -> None:
+    one, other = backend(identity=ModelIdentity(model="one")), backend(identity=ModelIdentity(model="other"))
+    for storage in (one, other):
+        assert storage.batch_set_v1(HASHES, pool_of(storage).slots(np.arange(4))) == [True] * 4
+    one.clear()
+    assert (one.batch_exists(HASHES), other.batch_exists(HASHES)) == (0, 4)
+    assert one.store.used_bytes == 4 * pool_of(other).page_bytes
+    one.clear(everything=True)
+    assert (other.batch_exists(HASHES), one.store.used_bytes) == (0, 0)

@@ -56,11 +56,11 @@ class MemoryStore:
             self.used_bytes += data.size
             return True
 
-    def clear(self) -> None:
-        """Drops every page."""
+    def clear(self, prefix: str = "") -> None:
+        """Drops the pages whose keys begin so; without a prefix, every page."""
         with self._lock:
-            self._pages.clear()
-            self.used_bytes = 0
+            for key in [key for key in self._pages if key.startswith(prefix)]:
+                self.used_bytes -= self._pages.pop(key).size
 
     def _make_room(self, size: int) -> bool:
         if self.capacity_bytes is None:
@@ -107,8 +107,8 @@ class MemoryStorage(PageStorage):
     def set(self, key: str, data: Bytes) -> bool:
         return self.store.set(key, data)
 
-    def clear(self) -> None:
-        self.store.clear()
+    def clear(self, everything: bool = False) -> None:
+        self.store.clear("" if everything else self.storage_key(""))
 
 
 register_backend(BACKEND, MemoryStorage)
