@@ -63,10 +63,12 @@ def build_cache(
 
     cache = HiRadixCache(index, controller, prefetch_policy(config, pool, host), rank=rank, make_storage=make_storage)
     name = config.hicache_storage_backend
+    options = parse_extra_config(config.hicache_storage_backend_extra_config)
     if storage is None and name is not None:
-        storage = make_storage(name, {**parse_extra_config(config.hicache_storage_backend_extra_config), **runtime})
+        storage = make_storage(name, {**options, **runtime})
+    cache.set_policies({"pass_prefix_keys": config.hicache_storage_pass_prefix_keys})
     if storage is not None:
-        cache.attach_storage(storage, name or "", pass_prefix_hashes=config.hicache_storage_pass_prefix_keys)
+        cache.attach_storage(storage, name or "", options=options)
     return cache
 
 

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hicache_ray import faultpoints
+from hicache_ray.config import prefetch_timeout_per_page
 from hicache_ray.control import carry_out
 from hicache_ray.controller import NO_CONSUMER, TransferController
 from hicache_ray.index import Match, TieredIndex
 from hicache_ray.ledger import PoolLedger, audit
 from hicache_ray.prefetch import NO_PAGES, PrefetchPolicy
 from hicache_ray.prefetcher import Prefetcher
+from hicache_ray.prepared import PreparedStores, StorageFactory
 from hicache_ray.progress import Progress
 from hicache_ray.protocol import (
     Admit,
@@ -43,11 +45,10 @@ from hicache_ray.storage.base import HiCacheStorage
 
 logger = logging.getLogger("hicache_ray.cache")
 
+TOKENS_PER_KI = 1024
+
 Reducer = Callable[[np.ndarray], np.ndarray]
 """MIN over all ranks of an int64 vector; every rank calls it once a step."""
-
-
-StorageFactory = Callable[[str, Mapping[str, Any]], HiCacheStorage]
 
 
 def alone(vector: np.ndarray) -> np.ndarray:
@@ -93,8 +94,9 @@ class HiRadixCache:
         self.rank = rank
         self.generation = generation
         self.backend_name: str | None = None
+        self.stores = PreparedStores(make_storage, controller.host_pool)
         self._backend_options: dict[str, Any] = {}
-        self._make_storage = make_storage
+        self._pass_prefix_hashes = False
         self.requests: dict[str, Request] = {}
         self.forward = Forward((), NO_CONSUMER)
         self.next_step = 0
@@ -270,22 +272,40 @@ class HiRadixCache:
 
     # -- the store ---------------------------------------------------------------------------------------------------
 
-    def attach_storage(self, storage: HiCacheStorage, name: str = "", *, pass_prefix_hashes: bool = False) -> None:
-        """Begins to use an L3; what the tree holds gets its page hashes (D5). RuntimeError when one is in use."""
-        self.controller.attach(storage, pass_prefix_hashes=pass_prefix_hashes)
+    def attach_storage(
+        self,
+        storage: HiCacheStorage,
+        name: str = "",
+        *,
+        options: Mapping[str, Any] | None = None,
+        pass_prefix_hashes: bool | None = None,
+    ) -> None:
+        """Begins to use an L3; what the tree holds gets its page hashes (D5). RuntimeError when one is in use.
+
+        Args:
+            storage: the backend.
+            name: under which it is known.
+            options: it was made from, for a rank that joins later.
+            pass_prefix_hashes: tell it the hashes before the pages of a call; None: as before.
+        """
+        if pass_prefix_hashes is not None:
+            self._pass_prefix_hashes = pass_prefix_hashes
+        self.controller.attach(storage, pass_prefix_hashes=self._pass_prefix_hashes)
         self.backend_name = name or type(storage).__name__
+        self._backend_options = dict(options or {})
         self.index.enable_hashes()
 
-    def attach_backend(self, name: str, options: Mapping[str, Any]) -> None:
-        """Makes a backend of that name and begins to use it. ValueError when it can't be had; nothing changes then."""
-        if self._make_storage is None:
-            raise ValueError("this rank was assembled without a way to make storage backends")
-        self.attach_storage(self._make_storage(name, options), name)
-        self._backend_options = dict(options)
+    def attach_backend(self, name: str, options: Mapping[str, Any], *, ticket: str | None = None) -> None:
+        """Begins to use a backend of that name, the prepared one of `ticket` or a new one.
+
+        Raises:
+            BackendError: it can't be had; nothing changed.
+        """
+        self.attach_storage(self.stores.take(name, options, ticket), name, options=options)
 
     def detach_storage(self) -> bool:
         """Stops using the L3; its operations must have ended. False when a call to it was left behind."""
-        self.backend_name = None
+        self.backend_name, self._backend_options = None, {}
         return self.controller.detach(self.prefetcher.policy.hard_limit)
 
     # -- what a user of one rank may ask -----------------------------------------------------------------------------
@@ -330,6 +350,7 @@ class HiRadixCache:
     def close(self) -> None:
         """Ends the background threads. May be called twice."""
         self.controller.close()
+        self.stores.close()
 
     def settings(self) -> dict[str, Any]:
         """What may have been changed at run time, for a rank that joins: policies and the attached store."""
@@ -337,20 +358,40 @@ class HiRadixCache:
         return {
             "backend": self.backend_name,
             "options": self._backend_options,
-            "write_policy": self.index.write_policy,
-            "prefetch_policy": policy.name,
-            "prefetch_threshold": policy.threshold,
+            "policies": {
+                "write_policy": self.index.write_policy,
+                "prefetch_policy": policy.name,
+                "prefetch_threshold": policy.threshold,
+                "prefetch_timeout_base": policy.timeout_base,
+                "prefetch_timeout_per_ki_token": policy.timeout_per_page * TOKENS_PER_KI / self.page_size,
+                "pass_prefix_keys": self._pass_prefix_hashes,
+            },
         }
+
+    def set_policies(self, policies: Mapping[str, Any]) -> None:
+        """Changes policies from now on, by the names of `control.POLICIES`; the values must have been checked."""
+        if "write_policy" in policies:
+            self.index.write_policy = policies["write_policy"]
+        per_token = policies.get("prefetch_timeout_per_ki_token")
+        self.prefetcher.change_policy(
+            name=policies.get("prefetch_policy"),
+            threshold=policies.get("prefetch_threshold"),
+            timeout_base=policies.get("prefetch_timeout_base"),
+            timeout_per_page=None if per_token is None else prefetch_timeout_per_page(self.page_size, per_token),
+        )
+        self._pass_prefix_hashes = policies.get("pass_prefix_keys", self._pass_prefix_hashes)
+        if self.controller.storage_io is not None:
+            self.controller.storage_io.pass_prefix_hashes = self._pass_prefix_hashes
 
     def adopt(self, settings: Mapping[str, Any]) -> None:
         """Takes over another rank's `settings`. ValueError when its store can't be had."""
-        if settings["backend"] != self.backend_name:
+        wanted = (settings["backend"], settings["options"])
+        if wanted != (self.backend_name, self._backend_options):
             self.detach_storage()
             if settings["backend"] is not None:
-                self.attach_backend(settings["backend"], settings["options"])
+                self.attach_backend(*wanted)
         self.prefetcher.enabled = True
-        self.index.write_policy = settings["write_policy"]
-        self.prefetcher.change_policy(name=settings["prefetch_policy"], threshold=settings["prefetch_threshold"])
+        self.set_policies(settings["policies"])
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ A command that has to wait for transfers answers "draining" and is sent again in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hicache_ray.config_names import PREFETCH_POLICIES, WRITE_POLICIES
+from hicache_ray.config import HiCacheConfig
+from hicache_ray.config_options import ConfigError, check_value, options_of, types_of
+from hicache_ray.storage.registry import BackendError
 
 if TYPE_CHECKING:
     from hicache_ray.cache import HiRadixCache
@@ -18,6 +20,32 @@ DONE, DRAINING, REFUSED = "done", "draining", "refused"
 
 Answer = list[str]
 """[state, text]: state is one of DONE, DRAINING, REFUSED; the text says why, or is empty."""
+
+POLICIES: Mapping[str, str] = {
+    "write_policy": "hicache_write_policy",
+    "prefetch_policy": "hicache_storage_prefetch_policy",
+    "prefetch_threshold": "prefetch_threshold",
+    "prefetch_timeout_base": "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token": "prefetch_timeout_per_ki_token",
+    "pass_prefix_keys": "hicache_storage_pass_prefix_keys",
+}
+"""What may be changed at run time, with the option of the configuration that each starts from. Both names are taken."""
+
+
+class ControlRefused(ValueError):
+    """A runtime command was refused: the text says why, and nothing changed.
+
+    Attributes:
+        partly: some ranks had carried it out; what can be undone was undone.
+    """
+
+    def __init__(self, text: str, *, partly: bool = False) -> None:
+        super().__init__(text)
+        self.partly = partly
+
+
+class ControlTimeout(TimeoutError):
+    """A runtime command still waited for transfers at its deadline. What it began holds: send it again."""
 
 
 def carry_out(cache: HiRadixCache, control: Control) -> Answer:
@@ -29,6 +57,33 @@ def carry_out(cache: HiRadixCache, control: Control) -> Answer:
         return command(cache, control.arguments)
     except (TypeError, ValueError) as error:
         return [REFUSED, f"{control.name}: {error}"]
+
+
+def checked_policies(policies: Mapping[str, Any]) -> dict[str, Any]:
+    """Policies under their short names, each of its option's type and range. ConfigError names the offending one."""
+    short = {option: name for name, option in POLICIES.items()}
+    options, types = options_of(HiCacheConfig), types_of(HiCacheConfig)
+    checked = {}
+    for given, value in policies.items():
+        name = short.get(given, given)
+        if name not in POLICIES:
+            raise ConfigError(f"unknown policy {given!r}; known are {', '.join(POLICIES)}")
+        option = POLICIES[name]
+        checked[name] = check_value(given, value, options[option], types[option])
+    return checked
+
+
+def prepare_storage(cache: HiRadixCache, ticket: str, backend: str, options: Mapping[str, Any]) -> str:
+    """Makes a storage backend for an attach to come; "" or why it can't be had. May run beside the steps.
+
+    Nothing is made while a backend is attached: the attach itself says what follows from that.
+    """
+    if cache.backend_name is None:
+        try:
+            cache.stores.prepare(ticket, backend, options)
+        except BackendError as error:
+            return str(error)
+    return ""
 
 
 def _flush(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
@@ -55,25 +110,38 @@ def _detach(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
 
 
 def _attach(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
-    """Begins to use an L3 backend by name and options; policies may come along. Refused: nothing changes."""
-    policies = {name: value for name, value in arguments.items() if name not in ("backend", "options")}
-    _check_policies(policies)
+    """Begins to use an L3 backend by name and options; policies may come along. Refused: nothing changes.
+
+    `ticket` names a backend that `HiRadixCache.prepare_storage` has made. With `hold` the backend is attached but not
+    used, and the policies stay, until `resume`: so that an attach that fails on one rank can be undone on the others.
+    """
+    fixed = ("backend", "options", "ticket", "hold")
+    policies = checked_policies({name: value for name, value in arguments.items() if name not in fixed})
     backend, attached = arguments.get("backend"), cache.backend_name
     if not isinstance(backend, str):
         raise ValueError(f"backend is {backend!r}; give the name of a storage backend")
+    hold = bool(arguments.get("hold", False))
     if cache.controller.storage_io is None:
-        cache.attach_backend(backend, arguments.get("options") or {})
+        cache.attach_backend(backend, arguments.get("options") or {}, ticket=arguments.get("ticket"))
+        cache.prefetcher.enabled = not hold
     elif attached != backend:
         return [REFUSED, f"storage backend {attached!r} is attached: detach it before {backend!r} is"]
+    return [DONE, ""] if hold else _resume(cache, policies)
+
+
+def _resume(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
+    """Uses the attached backend, which was held back or is being detached, with these policies."""
+    policies = checked_policies(arguments)
+    if cache.controller.storage_io is None:
+        return [REFUSED, "no storage backend is attached any more"]
     cache.prefetcher.enabled = True
-    _set_policies(cache, policies)
+    cache.set_policies(policies)
     return [DONE, ""]
 
 
 def _policies(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
-    """Changes write_policy, prefetch_policy, prefetch_threshold; what is in flight ends under the new ones."""
-    _check_policies(arguments)
-    _set_policies(cache, arguments)
+    """Changes policies; what is in flight ends under the new ones."""
+    cache.set_policies(checked_policies(arguments))
     return [DONE, ""]
 
 
@@ -89,28 +157,11 @@ def _clear_storage(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
     return [DONE, ""]
 
 
-def _check_policies(policies: dict[str, Any]) -> None:
-    choices = {"write_policy": WRITE_POLICIES, "prefetch_policy": PREFETCH_POLICIES}
-    for name, value in policies.items():
-        if name == "prefetch_threshold":
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"prefetch_threshold is {value!r}; give a whole number of tokens, 0 or more")
-        elif name not in choices:
-            raise ValueError(f"unknown policy {name!r}; known are prefetch_threshold, {', '.join(choices)}")
-        elif value not in choices[name]:
-            raise ValueError(f"{name} is {value!r}; use one of {', '.join(choices[name])}")
-
-
-def _set_policies(cache: HiRadixCache, policies: dict[str, Any]) -> None:
-    if "write_policy" in policies:
-        cache.index.write_policy = policies["write_policy"]
-    cache.prefetcher.change_policy(name=policies.get("prefetch_policy"), threshold=policies.get("prefetch_threshold"))
-
-
 _COMMANDS: dict[str, Callable[[HiRadixCache, dict[str, Any]], Answer]] = {
     "attach": _attach,
     "clear_storage": _clear_storage,
     "detach": _detach,
     "flush": _flush,
     "policies": _policies,
+    "resume": _resume,
 }

@@ -17,7 +17,8 @@ class Engine(Protocol):
 
     def before_step(self, cache: HiRadixCache, request: StepRequest) -> None:
         """Called before the step is applied, with the requests still in their old state: the place to put the KV of the
-        answer tokens of `request.finishes` into the requests' pages. Must not change the cache."""
+        answer tokens of `request.finishes` into the requests' pages. Must not change the cache. A step that was not
+        applied may come again."""
 
     def forward(self, cache: HiRadixCache, batch: Forward) -> dict[str, Any]:
         """Runs the requests scheduled in this step: reads their prefix pages, writes the new ones. Called once a step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,12 +73,21 @@ class Prefetcher:
         for rid in list(self.active):
             self.cancel(rid)
 
-    def change_policy(self, *, name: str | None = None, threshold: int | None = None) -> None:
-        """Changes the stop policy or the threshold (tokens, at least one page) from now on; None: as it is."""
-        if name is not None:
-            self.policy = replace(self.policy, name=name)
+    def change_policy(
+        self,
+        *,
+        name: str | None = None,
+        threshold: int | None = None,
+        timeout_base: float | None = None,
+        timeout_per_page: float | None = None,
+    ) -> None:
+        """Changes the stop policy, the threshold (tokens, at least one page) or the time limits (seconds) from now on;
+        None: as it is."""
+        changes = {"name": name, "timeout_base": timeout_base, "timeout_per_page": timeout_per_page}
         if threshold is not None:
-            self.policy = replace(self.policy, threshold=max(threshold, self.policy.page_size))
+            changes["threshold"] = max(threshold, self.policy.page_size)
+        given: dict[str, Any] = {field: value for field, value in changes.items() if value is not None}
+        self.policy = replace(self.policy, **given)
 
     def begin_generation(self) -> None:
         """Counts ended reads from zero; nothing may be in flight."""

@@ -18,6 +18,9 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 << 20
 TOKEN_BYTES = 4
 
+NEXT_STEP = -1
+"""As a step number: whichever step the group is at. With it several drivers may step one group."""
+
 
 class ProtocolError(ValueError):
     """A message that does not follow the protocol; the text names the field and what is wrong with it."""

@@ -87,7 +87,6 @@ def test_a_second_driver_finds_the_service_and_goes_on(running: Service, group: 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("4 ("), done.stdout
-    group._find_position()
     serve(group, "mine again", prompts(1, seed=11)[0])
 
 

@@ -27,6 +27,7 @@ LAYERS = [
         "radix",
         "protocol",
         "progress",
+        "answers",
         "faultpoints",
     },
     {"pools"},
@@ -34,10 +35,10 @@ LAYERS = [
     {"kernels"},
     {"storage"},
     {"worker", "copies", "storage_io", "controller", "prefetch", "prefetcher", "requests"},
-    {"cache", "control", "build", "engine", "recover"},
+    {"cache", "control", "prepared", "inspection", "events", "metrics", "build", "engine", "recover"},
     {"actors"},
     {"service"},
-    {"replay", "testing", "events", "metrics"},
+    {"replay", "testing"},
     {"cli", "commands"},
 ]
 """Layers of the package, lowest first: a module imports from its own layer and from lower ones only (DESIGN 2)."""

@@ -19,6 +19,10 @@ class DivergenceError(GroupError):
     """Ranks answered one step differently: their replicas of the tree are no longer equal."""
 
 
+class StepCollision(RuntimeError):
+    """Ranks met in one reduction with steps of different drivers; none of them was applied anywhere."""
+
+
 class StaleGeneration(RuntimeError):
     """A step was sent to a generation of the group that is over."""
 

@@ -7,6 +7,9 @@ ranks must agree on is compared field by field; a difference is an error that na
 from __future__ import annotations
 
 import logging
+import random
+import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +24,14 @@ from hicache_ray.actors.errors import (
     GroupRestarted,
     RankDied,
     StaleGeneration,
+    StepCollision,
     StepTimeout,
 )
 from hicache_ray.actors.names import RAY_NAMESPACE, rank_name
 from hicache_ray.actors.rank import CONCURRENCY_GROUPS, RankServer, RankSpec
+from hicache_ray.actors.runtime_control import RuntimeControl
 from hicache_ray.answers import GroupAnswer, differences, merge
-from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest
+from hicache_ray.protocol import NEXT_STEP, Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest
 from hicache_ray.requests import RequestError
 
 _remote: Any = ray.remote
@@ -36,6 +41,9 @@ logger = logging.getLogger("hicache_ray.group")
 
 INLINE_BYTES = 64 << 10
 """Larger step messages travel once, through the object store, instead of once a rank."""
+
+COLLISION_WAIT = 0.02
+"""Most seconds a driver waits before it sends a step again that met another driver's."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,10 @@ Healer = Callable[[int], tuple[int, Sequence[int]]]
 """Rebuilds a group found broken at a generation: returns its new generation and the ranks' process ids."""
 
 
-class TPGroup:
-    """The ranks of one model instance. Not thread-safe: one caller steps it.
+class TPGroup(RuntimeControl):
+    """The ranks of one model instance. An object of this class is not thread-safe; several drivers may each have one.
+
+    Steps of several drivers are applied one after the other, each on all ranks or on none.
 
     A step that finds the group broken has it rebuilt by the `healer` and then raises GroupRestarted: requests that were
     in flight are gone, the next step works. Without a healer the error stays, and so does every later step's.
@@ -89,7 +99,8 @@ class TPGroup:
         self.options = options
         self.broken: GroupError | None = None
         self._ranks = ranks
-        self._step = 0
+        self._driver = secrets.randbits(62)
+        self._answered = -1
 
     @classmethod
     def create(
@@ -120,7 +131,7 @@ class TPGroup:
     def connect(
         cls, name: str, size: int, options: GroupOptions | None = None, healer: Healer | None = None
     ) -> TPGroup:
-        """A running group by name. Steps go on where its last caller stopped; only one caller may step it.
+        """A running group by name, which other drivers may go on stepping.
 
         Raises:
             GroupError: an actor of the group is gone.
@@ -132,7 +143,7 @@ class TPGroup:
             except ValueError:
                 raise GroupError(f"group {name}: rank {rank} is not running in this Ray cluster") from None
         group = cls(name, _Ranks(actors, None), 0, options or GroupOptions(), healer)
-        group._find_position()
+        group._find_generation()
         return group
 
     @property
@@ -174,7 +185,7 @@ class TPGroup:
         began = time.perf_counter()
         request = StepRequest(
             generation=self.generation,
-            step=self._step,
+            step=NEXT_STEP,
             aborts=tuple(aborts),
             finishes=tuple(finishes),
             admits=tuple(admits),
@@ -189,7 +200,7 @@ class TPGroup:
             self._compare(answers)
         except GroupError as error:
             self._heal(error)
-        self._step += 1
+        self._answered = answers[0].step
         return merge(answers, _timings(answers, (time.perf_counter() - began) * 1e6))
 
     def stats(self) -> list[dict[str, Any]]:
@@ -215,13 +226,13 @@ class TPGroup:
         self.generation = generation
         self._ranks.pids = self._call("join", generation, timeout=self.options.start_timeout)
 
-    def _find_position(self) -> None:
+    def _find_generation(self) -> None:
         infos = self._call("survey")
         self._ranks.pids = [info.pid for info in infos]
-        places = {(info.generation, info.next_step) for info in infos}
-        if len(places) > 1 or any(info.fresh for info in infos):
-            self._heal(GroupError(f"group {self.name}: ranks are at different points: {sorted(places)}"))
-        ((self.generation, self._step),) = places
+        generations = {info.generation for info in infos}
+        if len(generations) > 1 or any(info.fresh for info in infos):
+            self._heal(GroupError(f"group {self.name}: ranks are in different generations: {sorted(generations)}"))
+        (self.generation,) = generations
 
     def _heal(self, error: GroupError) -> NoReturn:
         """Has the group rebuilt and raises GroupRestarted; without a healer the group stays broken."""
@@ -230,7 +241,7 @@ class TPGroup:
             raise error
         began = time.monotonic()
         self.generation, pids = self.healer(self.generation)
-        self._ranks.pids, self._step = list(pids), 0
+        self._ranks.pids = list(pids)
         took = time.monotonic() - began
         raise GroupRestarted(
             f"group {self.name} was rebuilt as generation {self.generation} in {took:.1f} s: {error}"
@@ -242,9 +253,18 @@ class TPGroup:
         return self._gather(refs, method, timeout)
 
     def _send(self, message: bytes) -> list[bytes]:
+        """The ranks' answers to a step, which is sent again while it meets other drivers' steps."""
         payload = ray.put(message) if len(message) > INLINE_BYTES and self.size > 1 else message
-        refs = [actor.step.remote(payload) for actor in self._ranks.actors]
-        return self._gather(refs, f"step {self._step}", self.options.step_timeout)
+        deadline = time.monotonic() + self.options.step_timeout
+        while True:
+            refs = [actor.step.remote(payload, self._driver) for actor in self._ranks.actors]
+            try:
+                return self._gather(refs, f"the step after {self._answered}", self.options.step_timeout)
+            except StepCollision as collision:
+                if time.monotonic() > deadline:
+                    raise StepTimeout(f"group {self.name}: a step met other drivers' too often: {collision}") from None
+                logger.debug("group %s: %s", self.name, collision)
+                threading.Event().wait(random.uniform(0.0, COLLISION_WAIT))
 
     def _gather(self, refs: list[Any], what: str, timeout: float) -> list[Any]:
         try:
@@ -252,7 +272,7 @@ class TPGroup:
         except GetTimeoutError:
             raise StepTimeout(f"group {self.name}: {what} was not answered within {timeout:g} s") from None
         except RayTaskError as error:
-            if isinstance(error.cause, RequestError | AssertionError):
+            if isinstance(error.cause, RequestError | AssertionError | StepCollision):
                 raise error.cause from None
             if isinstance(error.cause, StaleGeneration):
                 raise GroupError(f"group {self.name}: {error.cause}") from None

@@ -6,21 +6,22 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import ray
 
-from hicache_ray import faultpoints
+from hicache_ray import control, faultpoints
 from hicache_ray.actors.collective import CollectiveError, ReductionGroup
-from hicache_ray.actors.errors import StaleGeneration
+from hicache_ray.actors.errors import StaleGeneration, StepCollision
 from hicache_ray.actors.recovery import RankInfo
 from hicache_ray.build import build_cache
 from hicache_ray.cache import alone
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.engine import Engine, load_engine
-from hicache_ray.protocol import StepRequest
+from hicache_ray.inspection import audit_of, status_of
+from hicache_ray.protocol import NEXT_STEP, StepRequest
 from hicache_ray.recover import Peer, Returning
 
 _beside: Any = ray.method
@@ -30,8 +31,9 @@ logger = logging.getLogger("hicache_ray.rank")
 
 PEER_TIMEOUT = 5.0
 
-CONCURRENCY_GROUPS = {"health": 1, "peer": 1}
-"""Threads beside the one that steps: for signs of life, and for pages that other ranks ask for."""
+CONCURRENCY_GROUPS = {"health": 1, "peer": 1, "control": 1}
+"""Threads beside the one that steps: for signs of life, for pages that other ranks ask for, and for what a runtime
+command prepares."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,17 @@ class RankServer:
         faultpoints.reach("rank.restore")
         return self.returning.restore(catalog, retained)
 
-    def step(self, message: bytes) -> bytes:
-        """One step: `StepRequest.encode()` in, `StepAnswer.encode()` out."""
+    def step(self, message: bytes, driver: int = 0) -> bytes:
+        """One step: `StepRequest.encode()` in, `StepAnswer.encode()` out.
+
+        Args:
+            message: the request.
+            driver: number of who sent it. Two drivers' messages may reach the ranks in different orders; then their
+                steps meet in one reduction, which shows it on every rank before anything is applied.
+
+        Raises:
+            StepCollision: nothing was applied on any rank; send the step again.
+        """
         began = time.perf_counter()
         faultpoints.reach("rank.step")
         request = StepRequest.decode(message)
@@ -141,10 +152,12 @@ class RankServer:
             raise StaleGeneration(
                 f"step of generation {request.generation}, the group is at generation {self.cache.generation}"
             )
+        if request.step == NEXT_STEP:
+            request = replace(request, step=self.cache.next_step)
         if self.engine is not None:
             self.engine.before_step(self.cache, request)
         prepared = time.perf_counter()
-        answer = self.cache.step(request, self._reduce)
+        answer = self.cache.step(request, lambda vector: self._reduce(vector, driver))
         stepped = time.perf_counter()
         if self.engine is not None:
             answer.engine.update(self.engine.forward(self.cache, self.cache.forward))
@@ -153,6 +166,25 @@ class RankServer:
         answer.timings_us["total"] = (ended - began) * 1e6
         faultpoints.reach("rank.answer")
         return answer.encode()
+
+    @_beside(concurrency_group="control")
+    def prepare_storage(self, ticket: str, backend: str, options: dict[str, Any]) -> str:
+        """As `control.prepare_storage`, beside the steps."""
+        return control.prepare_storage(self.cache, ticket, backend, options)
+
+    @_beside(concurrency_group="control")
+    def discard_storage(self, ticket: str) -> None:
+        """Closes a prepared backend that will not be attached; nothing happens when there is none."""
+        self.cache.stores.discard(ticket)
+
+    def status(self) -> dict[str, Any]:
+        """State of this rank and of its process, between two steps."""
+        info = self.ping()
+        return {**status_of(self.cache), "pid": info.pid, "node_id": info.node_id}
+
+    def audit(self) -> dict[str, Any]:
+        """Counts everything this rank owns anew, between two steps; `faults` says what does not add up."""
+        return audit_of(self.cache).as_dict()
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, and the ledger of its pools; plain numbers under stable names."""
@@ -173,14 +205,17 @@ class RankServer:
         self.leave()
         self.cache.close()
 
-    def _reduce(self, vector: np.ndarray) -> np.ndarray:
+    def _reduce(self, vector: np.ndarray, driver: int) -> np.ndarray:
         faultpoints.reach("rank.reduce")
         if self.spec.config.tp_size == 1:
             return alone(vector)
         reduction = self.reduction
         if reduction is None:
             raise CollectiveError(f"rank {self.spec.rank} of group {self.spec.group} has left its reduction")
-        return reduction.allreduce_min(vector)
+        reduced = reduction.allreduce_min(np.append(vector, [driver, -driver]))
+        if reduced[-2] != -reduced[-1]:
+            raise StepCollision(f"drivers {reduced[-2]} and {-reduced[-1]} met in step {self.cache.next_step}")
+        return reduced[:-2]
 
 
 def _peer(actor: Any) -> Peer:

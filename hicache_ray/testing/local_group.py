@@ -10,24 +10,27 @@ with one MIN, each applies the agreed numbers, and the answers are compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
+from hicache_ray import control
 from hicache_ray.actors.errors import DivergenceError, GroupError
+from hicache_ray.actors.runtime_control import RuntimeControl
 from hicache_ray.answers import GroupAnswer, differences, merge
 from hicache_ray.build import build_cache
 from hicache_ray.cache import HiRadixCache
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.engine import Engine, load_engine
+from hicache_ray.inspection import audit_of, status_of
 from hicache_ray.progress import Progress
 from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest
 
 
-class LocalGroup:
-    """Ranks in one process, stepped in lockstep by one caller.
+class LocalGroup(RuntimeControl):
+    """Ranks in one process, stepped in lockstep by one caller. It takes the runtime commands of a group on Ray.
 
     Args:
         caches: one a rank, in rank order, all equally configured.
@@ -139,6 +142,15 @@ class LocalGroup:
         for cache in self.caches:
             cache.close()
         self.broken = self.broken or GroupError(f"group {self.name} is stopped")
+
+    def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
+        calls: dict[str, Callable[..., Any]] = {
+            "audit": lambda cache: audit_of(cache).as_dict(),
+            "discard_storage": lambda cache, ticket: cache.stores.discard(ticket),
+            "prepare_storage": control.prepare_storage,
+            "status": status_of,
+        }
+        return [calls[method](cache, *arguments) for cache in self.caches]
 
     def _answers(self, requests: Sequence[StepRequest], timings: dict[str, float]) -> list[StepAnswer]:
         """The ranks' answers; notes the times of the parts, over all ranks, in microseconds."""

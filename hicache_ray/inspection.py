@@ -1,0 +1,172 @@
+"""What one rank says about itself: its state at a glance, and an audit of everything that has to add up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hicache_ray.ledger import MAX_NAMED, PoolLedger
+
+if TYPE_CHECKING:
+    from hicache_ray.cache import HiRadixCache
+    from hicache_ray.radix.node import Node
+
+ATTACHED, DRAINING, DETACHED = "attached", "draining", "detached"
+
+
+def status_of(cache: HiRadixCache) -> dict[str, Any]:
+    """State of a rank under stable names; plain values, msgpack-able. Costs nothing that grows with the cache."""
+    index, settings = cache.index, cache.settings()
+    running = sum(request.running for request in cache.requests.values())
+    return {
+        "rank": cache.rank,
+        "generation": cache.generation,
+        "next_step": cache.next_step,
+        "digest": index.tree.digest(),
+        "storage": {"backend": cache.backend_name, "state": _storage_state(cache), "options": settings["options"]},
+        "policies": settings["policies"],
+        "requests": {"running": running, "waiting": len(cache.requests) - running},
+        "in_flight": in_flight(cache),
+        "pages": {pool: ledger._asdict() for pool, ledger in index.ledger().items()},
+        "page_size": cache.page_size,
+        "idle": cache.is_idle(),
+    }
+
+
+def in_flight(cache: HiRadixCache) -> dict[str, int]:
+    """Operations in flight by kind; `closing` are ended prefetches whose read still runs."""
+    index, prefetcher = cache.index, cache.prefetcher
+    return {
+        "writes": len(index.writes),
+        "loads": len(index.loads),
+        "backups": len(index.backups),
+        "prefetches": len(prefetcher.active),
+        "closing": len(prefetcher.closing),
+    }
+
+
+@dataclass(frozen=True)
+class RankAudit:
+    """What was counted on one rank, and a sentence for each thing that does not add up.
+
+    Attributes:
+        rank, next_step, digest: whose and when.
+        pages: each pool's pages by owner.
+        bytes: each pool's bytes: `total`, and `used` by what is not free.
+        references: locks and host protections, counted at their holders.
+        faults: empty when everything adds up.
+    """
+
+    rank: int
+    next_step: int
+    digest: int
+    pages: dict[str, dict[str, int]]
+    bytes: dict[str, dict[str, int]]
+    references: dict[str, int]
+    faults: tuple[str, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, msgpack-able."""
+        return asdict(self)
+
+
+def audit_of(cache: HiRadixCache) -> RankAudit:
+    """Counts every page, reference and thread of a rank anew and compares. Costs a walk over the whole tree."""
+    ledgers = cache.ledger()
+    pool = cache.controller.host_pool
+    sizes = {name: ledger.total * pool.page_bytes for name, ledger in ledgers.items()}
+    return RankAudit(
+        rank=cache.rank,
+        next_step=cache.next_step,
+        digest=cache.index.tree.digest(),
+        pages={name: ledger.as_dict() for name, ledger in ledgers.items()},
+        bytes={
+            name: {"total": sizes[name], "used": sizes[name] - ledger.free * pool.page_bytes}
+            for name, ledger in ledgers.items()
+        },
+        references={"locks": sum(_locks(cache).values()), "protections": sum(_protections(cache).values())},
+        faults=(
+            *_page_faults(ledgers),
+            *_structure_faults(cache),
+            *_reference_faults(cache),
+            *_prefetch_faults(cache),
+            *_thread_faults(cache),
+        ),
+    )
+
+
+def _storage_state(cache: HiRadixCache) -> str:
+    if cache.controller.storage_io is None:
+        return DETACHED
+    return ATTACHED if cache.prefetcher.enabled else DRAINING
+
+
+def _page_faults(ledgers: dict[str, PoolLedger]) -> list[str]:
+    found = []
+    for name, ledger in ledgers.items():
+        if ledger.lost:
+            found.append(f"{name}: nobody owns {len(ledger.lost)} pages, {_some(ledger.lost)} among them")
+        if ledger.doubled:
+            found.append(f"{name}: {len(ledger.doubled)} pages have two owners, {_some(ledger.doubled)} among them")
+    return found
+
+
+def _structure_faults(cache: HiRadixCache) -> list[str]:
+    try:
+        cache.index.check_integrity()
+    except AssertionError as error:
+        return [f"tree: {error}"]
+    return []
+
+
+def _reference_faults(cache: HiRadixCache) -> list[str]:
+    """Every lock and protection of the tree has a holder that will give it back."""
+    expected: Counter[Node] = Counter()
+    for holder, count in _locks(cache).items():
+        node: Node | None = holder
+        while node is not None and node.parent is not None:
+            expected[node] += count
+            node = node.parent
+    protections = _protections(cache)
+    found = []
+    for node in cache.index.tree.nodes():
+        if node.lock_ref != expected[node]:
+            found.append(f"{node!r} has {node.lock_ref} locks, of which {expected[node]} have a holder")
+        if node.host_ref_counter != protections[node]:
+            held = protections[node]
+            found.append(f"{node!r} has {node.host_ref_counter} host protections, of which {held} have a holder")
+    return found[:MAX_NAMED]
+
+
+def _locks(cache: HiRadixCache) -> Counter[Node]:
+    """Locks by the node at which they were taken; each holds the whole path."""
+    index = cache.index
+    locks: Counter[Node] = Counter(request.node for request in cache.requests.values() if request.node is not None)
+    locks.update(write.node for write in index.writes if not write.blocking)
+    locks.update(load.node for load in index.loads)
+    return locks
+
+
+def _protections(cache: HiRadixCache) -> Counter[Node]:
+    index = cache.index
+    protections: Counter[Node] = Counter(write.node for write in index.writes if write.blocking)
+    protections.update(backup.node for backup in index.backups)
+    protections.update(
+        prefetch.anchor for prefetch in cache.prefetcher.active.values() if prefetch.anchor.parent is not None
+    )
+    return protections
+
+
+def _prefetch_faults(cache: HiRadixCache) -> list[str]:
+    owned, counted = len(cache.prefetcher.in_flight_pages()), cache.prefetcher.occupied_pages
+    return [] if owned == counted else [f"prefetches own {owned} host pages and {counted} are counted"]
+
+
+def _thread_faults(cache: HiRadixCache) -> list[str]:
+    io = cache.controller.storage_io
+    return [f"the thread {worker.name} has ended" for worker in io.workers if not worker.alive] if io else []
+
+
+def _some(pages: tuple[int, ...]) -> str:
+    return ", ".join(map(str, pages[:MAX_NAMED]))
