@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -273,3 +274,41 @@ def test_a_detached_pool_outlives_its_driver(cluster: None) -> None:
     finally:
         pool.stop()
     assert not arena_files(pool.membership.token)
+
+
+LOST_ANSWERS = """
+    import os
+    os.environ["RAY_testing_rpc_failure"] = {failures!r}
+    from tests.storage_ray import Client, small_cluster, wait_until
+    from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
+    with small_cluster():
+        with StoragePool.start(StoragePoolConfig(name="lossy", bytes_per_actor=8 << 20, lease_seconds=2.0)) as pool:
+            client = Client(pool.handle.options(transport="object_store", refusal_seconds=0.05))
+            for start in range(0, 60, 10):
+                wait_until(lambda: client.put(range(start, start + 10)) == [True] * 10)
+                wait_until(lambda: client.get(range(start, start + 10)) == [True] * 10)
+            counted = client.storage.get_stats()
+            assert counted.errors + counted.timeouts > 0, counted
+            def settled():
+                stats = pool.stats()["lossy-0"]
+                return stats is not None and stats.reserved == 0 and stats.pages == 60
+            wait_until(settled)
+            wait_until(lambda: pool.audit(read_pages=True) == {{"lossy-0": ""}})
+    print("passed")
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", ["req_failure_prob", "resp_failure_prob"])
+def test_calls_whose_request_or_answer_is_lost(kind: str) -> None:
+    """They may have run: what is tried again then is stored once, and nothing stays reserved."""
+    probabilities = {"req_failure_prob": 0, "resp_failure_prob": 0, "in_flight_failure_prob": 0, kind: 50}
+    failures = json.dumps({"CoreWorkerService.grpc_client.PushTask": {"num_failures": 8, **probabilities}})
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOST_ANSWERS.format(failures=failures))],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.stdout == "passed\n", done.stderr[-3000:]

@@ -78,6 +78,8 @@ class StorageActorInfo(NamedTuple):
 
 ACTOR_OPTIONS: Mapping[str, Any] = {
     "num_cpus": 0,
+    # One byte: Ray 2.60 does not keep to the preferred node for an actor that asks for nothing at all.
+    "memory": 1,
     "max_restarts": -1,
     "max_task_retries": 0,
     "concurrency_groups": {"io": 4, "ctl": 1},
@@ -99,7 +101,6 @@ class StorageActor:
             self._reconstructed = bool(context.was_current_actor_reconstructed)
         sweep(Path(spec.folder), _Staleness())
         self._arena = self._open_arena()
-        self._arena.prefault()
         shard = Shard(self._arena, policy=spec.policy, limits=spec.limits, lease_seconds=spec.lease_seconds)
         membership = PoolDirectory(spec.service, spec.namespace).read()
         self._service = ShardService(shard, membership or Membership(0, (spec.member,)))
@@ -198,7 +199,10 @@ class StorageActor:
             arena = _take_over(path)
             if arena is not None:
                 return arena
-        return Arena.create(path, ArenaGeometry.of(spec.budget_bytes, spec.segment_bytes), self._owner_facts())
+        arena = Arena.create(path, ArenaGeometry.of(spec.budget_bytes, spec.segment_bytes), self._owner_facts())
+        # Only a new arena: the memory of an old one exists, and mapping it would keep its pages away for longer.
+        arena.prefault()
+        return arena
 
     def _owner_facts(self) -> dict[str, str | int]:
         raylet = Process.running(os.getppid()) or Process(0, 0)

@@ -233,13 +233,9 @@ class StoragePool:
             except ValueError as error:
                 raise StoragePoolError(f"storage actor {member} can't start: {error}") from error
         deadline = Deadline(timeout)
-        for member, reference in [(member, self._actors[member].info.remote()) for member in members]:
-            try:
-                ray.get(reference, timeout=deadline.remaining())
-            except ray.exceptions.GetTimeoutError:
-                raise StoragePoolError(f"storage actor {member} was not ready within {timeout} s") from None
-            except ray.exceptions.RayError as error:
-                raise StoragePoolError(f"storage actor {member} can't start: {error}") from error
+        for member in members:
+            while not _ready(member, self._actors[member], deadline):
+                time.sleep(0.1)
 
     def _publish(self, membership: Membership) -> None:
         """Write the membership down, then tell the members: clients learn it from them."""
@@ -297,6 +293,19 @@ class StoragePool:
                     logger.warning("the arena %s still has an owner, it is swept later", path)
                     break
                 time.sleep(0.05)
+
+
+def _ready(member: str, actor: Any, deadline: Deadline) -> bool:
+    """Whether a new actor answers; False when it is away for the moment. StoragePoolError when it will not answer."""
+    try:
+        ray.get(actor.info.remote(), timeout=deadline.remaining())
+    except ray.exceptions.GetTimeoutError:
+        raise StoragePoolError(f"storage actor {member} was not ready in time: see start_timeout") from None
+    except ray.exceptions.ActorUnavailableError:
+        return False
+    except ray.exceptions.RayError as error:
+        raise StoragePoolError(f"storage actor {member} can't start: {error}") from error
+    return True
 
 
 def _first_epoch() -> int:

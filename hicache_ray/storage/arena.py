@@ -8,7 +8,6 @@ No Ray and no torch here. The owner locks the file (`flock`) while it lives; the
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -41,8 +40,7 @@ from hicache_ray.storage.arena_layout import (
     seals_of,
 )
 from hicache_ray.storage.base import Bytes
-
-PREFAULT_BYTES = 16 << 20
+from hicache_ray.storage.populate import populate
 
 
 class Survivor(NamedTuple):
@@ -123,17 +121,10 @@ class ArenaMapping:
 
     def prefault(self) -> None:
         """Map every page of the segments into this process now, so that no copy pays for it later."""
-        start, end = self.geometry.data_start, self.geometry.file_bytes
-        populate = getattr(mmap, "MADV_POPULATE_WRITE", 23)
         try:
-            # In pieces, because madvise keeps the interpreter lock.
-            for at in range(start, end, PREFAULT_BYTES):
-                self._mapping.madvise(populate, at, min(PREFAULT_BYTES, end - at))
+            populate(self.memory[self.geometry.data_start :])
         except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise ArenaError(f"the arena {self.path} can't be mapped as a whole: {error}") from error
-            # Kernels before 5.14. Reading is enough here: the memory exists, and a shared mapping is writable at once.
-            self.memory[start :: mmap.PAGESIZE].max(initial=0)
+            raise ArenaError(f"the arena {self.path} can't be mapped as a whole: {error}") from error
 
 
 class Arena(ArenaMapping):

@@ -1,0 +1,70 @@
+"""A storage pool over two nodes, one of which dies (DESIGN 6 and 7: its share is gone, or nothing with replicas)."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
+from tests.storage_ray import SEGMENT_BYTES, Client, arena_files, wait_until
+
+pytestmark = [pytest.mark.ray]
+
+CONFIG = StoragePoolConfig(name="wide", actors=2, replicas=2, bytes_per_actor=8 << 20, segment_bytes=SEGMENT_BYTES)
+FAST_HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 4,
+}
+NODE = {"num_cpus": 2, "object_store_memory": 120 << 20}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head node; its address is not written where other programs of this machine would look for one."""
+    monkeypatch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
+    monkeypatch.setattr("ray._common.utils.reset_ray_address", lambda *_: None)
+    folder = tempfile.mkdtemp(prefix="hicache-test-", dir="/tmp")
+    head = {**NODE, "include_dashboard": False, "temp_dir": folder, "_system_config": FAST_HEALTH_CHECKS}
+    running = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(address=running.address, namespace="storage-test", log_to_driver=False, configure_logging=False)
+    try:
+        yield running
+    finally:
+        ray.shutdown()
+        running.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_node_dies_and_the_actor_moves(cluster: Cluster) -> None:
+    other = cluster.add_node(**NODE)
+    with StoragePool.start(CONFIG) as pool:
+        homes = {info.member: info.node_id for info in pool.info().values() if info is not None}
+        assert homes["wide-0"] == ray.get_runtime_context().get_node_id() and len(set(homes.values())) == 2
+        clients = [
+            Client(pool.handle.options(transport=name, refusal_seconds=0.2)) for name in ("auto", "object_store")
+        ]
+        assert clients[0].put(range(60)) == [True] * 60
+        assert clients[1].get(range(60)) == [True] * 60
+        cluster.remove_node(other, allow_graceful=False)
+        for client in clients:
+            assert client.get(range(60)) == [True] * 60 and client.exists(range(60)) == 60
+            assert client.put(range(100, 110)) == [True] * 10
+        wait_until(lambda: pool.info()["wide-1"] is not None, 120)
+        moved = pool.info()["wide-1"]
+        assert moved is not None and moved.node_id == homes["wide-0"] != homes["wide-1"]
+
+        def both_hold_all() -> bool:
+            stored = [client.put(range(60)) == [True] * 60 for client in clients]
+            pages = [stats.pages for stats in pool.stats().values() if stats is not None]
+            return all(stored) and len(pages) == 2 and min(pages) >= 60
+
+        wait_until(both_hold_all)
+        assert clients[0].get(range(60)) == clients[1].get(range(60)) == [True] * 60
+    assert not arena_files(pool.membership.token)
