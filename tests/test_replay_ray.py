@@ -105,7 +105,12 @@ def test_an_interrupted_run_leaves_nothing_behind(short_folder: Path) -> None:
         "cli.main()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
     deadline = threading.Timer(240, process.kill)
     deadline.start()
@@ -114,7 +119,8 @@ def test_an_interrupted_run_leaves_nothing_behind(short_folder: Path) -> None:
     assert word == "running"
     service = name.partition(":")[0]
     assert arena_files(service)
-    process.send_signal(signal.SIGINT)
+    for _ in range(2):  # an impatient user; a terminal sends it to the whole process group
+        os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate()
     deadline.cancel()
     assert process.returncode == 130

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -98,7 +100,21 @@ def ray_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[list
     try:
         yield [service.group(f"instance-{number}", engine=ENGINE) for number in range(settings.instances)]
     finally:
-        service.stop()
+        with _uninterrupted():
+            service.stop()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits: stopping is bounded by its own deadlines, and broken off it would leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 GROUPS: Mapping[str, Callable[[HiCacheConfig, ReplaySettings], AbstractContextManager[list[SteppedGroup]]]] = {
