@@ -35,8 +35,8 @@ class FileSubject(StorageSubject):
     def __init__(self, label: str = "file", **extra: Any) -> None:
         super().__init__("file", {"directory": "{folder}/pages", "min_free_bytes": 0, **extra}, label)
 
-    def make_small(self, folder: Path, identity: ModelIdentity, capacity: int) -> HiCacheStorage:
-        return self.make(folder, identity, max_bytes=capacity + capacity // 16)
+    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[HiCacheStorage, int]:
+        return self.make(folder, identity, max_bytes=16 * (page_bytes + HEADER.size)), 16
 
     def damage(self, damage: Damage, storage: HiCacheStorage, page_hash: str, folder: Path) -> None:
         assert isinstance(storage, FileStorage)

@@ -82,8 +82,13 @@ class StorageSubject:
             return backend
         return create_backend(self.backend, config)
 
-    def make_small(self, folder: Path, identity: ModelIdentity, capacity: int) -> HiCacheStorage:
-        """A backend on an empty store that holds about `capacity` bytes."""
+    def close(self, storage: HiCacheStorage) -> None:
+        """Close a backend at the end of a test."""
+        storage.close()
+
+    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[HiCacheStorage, int]:
+        """A backend on an empty store that holds about 16 pages of `page_bytes`, or as few as it can; and how many it
+        holds at most."""
         raise Unsupported("the store has no capacity that a test could set")
 
     def damage(self, damage: Damage, storage: HiCacheStorage, page_hash: str, folder: Path) -> None:

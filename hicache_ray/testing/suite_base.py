@@ -111,7 +111,7 @@ class SuiteBase:
 
         yield make_storage
         for storage in made:
-            storage.close()
+            subject.close(storage)
 
 
 def in_parallel(functions: list[Callable[[], Any]]) -> list[Any]:
