@@ -13,6 +13,7 @@ import numpy as np
 from hicache_ray.index import TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
+from tests.index_pair import path_locks
 
 
 def traces(path: Path) -> Iterator[dict[str, Any]]:
@@ -98,7 +99,7 @@ class Replay:
         def visit(node: Node, depth: int) -> None:
             for child in sorted(node.children.values(), key=_tokens):
                 tiers = [child.value is not None, child.host_value is not None]
-                rows.append([depth, _tokens(child), *tiers, child.lock_ref])
+                rows.append([depth, _tokens(child), *tiers, path_locks(child)])
                 visit(child, depth + 1)
 
         visit(self.index.tree.root, 0)

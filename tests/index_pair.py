@@ -346,6 +346,11 @@ class IndexPair:
         return self.naive.hashes(leaf, self.bigram) if key.pages else []
 
 
+def path_locks(node: Node) -> int:
+    """Locks that hold a node: those taken on it and below it."""
+    return node.lock_ref + sum(path_locks(child) for child in node.children.values())
+
+
 def digest_from_scratch(index: TieredIndex) -> int:
     """The tree's digest, added up anew over all nodes."""
     tree = index.tree
@@ -360,7 +365,7 @@ def _state(node: Node) -> tuple[Any, ...]:
         node.key,
         _listed(node.value),
         _listed(node.host_value),
-        node.lock_ref,
+        path_locks(node),
         node.host_ref_counter,
         node.hit_count,
         node.priority,

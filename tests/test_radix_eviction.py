@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from hicache_ray.radix.candidates import CandidateQueue
 from hicache_ray.radix.eviction import (
-    LRU,
-    SLRU,
     EvictionStrategy,
     eviction_policies,
     eviction_policy,
     register_eviction_policy,
+    segmented_lru,
 )
 from hicache_ray.radix.node import NO_PAGES, Node
 from hicache_ray.radix.tree import is_device_candidate
@@ -115,20 +112,13 @@ def test_an_insert_moves_a_node_that_no_lock_holds() -> None:
     assert kit.evict_order() == [[1], [2]]
 
 
-class FewestPages(EvictionStrategy):
-    """Short nodes first: a policy of one's own."""
-
-    def key(self, node: Node) -> Any:
-        return node.pages
-
-
 def test_a_policy_of_ones_own() -> None:
-    register_eviction_policy("fewest_pages", FewestPages())
+    register_eviction_policy("fewest_pages", EvictionStrategy(lambda node: node.pages))
     kit = Kit(host=0, eviction_policy="fewest_pages")
     for tokens in ([1, 1, 1], [2], [3, 3]):
         kit.put(*tokens)
     assert kit.evict_order() == [[2], [3, 3], [1, 1, 1]]
-    kit = Kit(host=0, eviction_policy=SLRU(protected_hits=1))
+    kit = Kit(host=0, eviction_policy=segmented_lru(protected_hits=1))
     kit.put(1)
     assert kit.evict_order() == [[1]]
 
@@ -137,11 +127,11 @@ def test_policies_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="'newest' is unknown; registered are lru, lfu"):
         eviction_policy("newest")
     with pytest.raises(ValueError, match="'lru' is taken"):
-        register_eviction_policy("lru", FewestPages())
+        register_eviction_policy("lru", eviction_policy("lfu"))
     with pytest.raises(TypeError, match="no EvictionStrategy"):
-        register_eviction_policy("x", FewestPages)  # type: ignore[arg-type]
+        register_eviction_policy("x", "lru")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="protected_hits is 0"):
-        SLRU(protected_hits=0)
+        segmented_lru(protected_hits=0)
     register_eviction_policy("lru", eviction_policy("lru"))
 
 
@@ -168,7 +158,7 @@ def test_a_queue_holds_a_bounded_number_of_outdated_entries(policy: str) -> None
 
 
 def test_what_is_no_candidate_any_more_is_passed_over() -> None:
-    queue = CandidateQueue(LRU(), is_device_candidate)
+    queue = CandidateQueue(eviction_policy("lru"), is_device_candidate)
     first, second = _nodes(2)
     for node in (first, second):
         queue.offer(node)

@@ -6,6 +6,7 @@ import pytest
 
 from hicache_ray.hashing import Namespace, page_hashes
 from tests.index_kit import Kit
+from tests.index_pair import path_locks
 
 
 @pytest.mark.parametrize(
@@ -61,11 +62,11 @@ def test_a_split_carries_everything() -> None:
         assert half.value is not None and half.value.tolist() == device[part].tolist()
         assert half.host_value is not None and half.host_value.tolist() == host[part].tolist()
         assert half.hash_value == page_hashes(kit.key(list(range(1, 9))).units, 2)[part]
-        assert (half.hit_count, half.lock_ref) == (1, 1)
+        assert (half.hit_count, path_locks(half)) == (1, 1)
     assert (node.seq, node.creation) == (seq, creation)
     assert upper.seq > seq and upper.creation > creation
     kit.index.unlock(node)
-    assert (upper.lock_ref, node.lock_ref) == (0, 0)
+    assert (path_locks(upper), path_locks(node)) == (0, 0)
     kit.check()
 
 

@@ -8,7 +8,7 @@ from hicache_ray.radix.digest import Digest
 from hicache_ray.radix.integrity import check_tree
 from hicache_ray.radix.tree import LockError
 from tests.index_kit import Kit
-from tests.index_pair import digest_from_scratch
+from tests.index_pair import digest_from_scratch, path_locks
 
 
 def test_locks_reach_up_to_the_root() -> None:
@@ -18,7 +18,7 @@ def test_locks_reach_up_to_the_root() -> None:
     tree = kit.index.tree
     kit.index.lock(lower)
     kit.index.lock(upper)
-    assert (upper.lock_ref, lower.lock_ref) == (2, 1)
+    assert (path_locks(upper), path_locks(lower)) == (2, 1)
     assert (tree.evictable_pages, tree.protected_pages) == (0, 3)
     kit.index.unlock(lower)
     assert (tree.evictable_pages, tree.protected_pages) == (1, 2)
@@ -53,7 +53,7 @@ def test_giving_back_what_is_not_held_is_an_error() -> None:
     """Case 36. An unlock or a release too many raises, and changes nothing."""
     kit = Kit()
     node = kit.put(1, 2)
-    with pytest.raises(LockError, match="is not locked"):
+    with pytest.raises(LockError, match="has no lock to give back"):
         kit.index.unlock(node)
     with pytest.raises(LockError, match="is not protected"):
         kit.index.release(node)

@@ -267,12 +267,14 @@ class TieredIndex:
         node = self.tree.add_leaf(parent, key, value=value, host_value=None, priority=priority)
         if self.hash_pages:
             node.hash_value = self._hashes_of(node)
-        self._events.emit("stored", "device", node, "computed")
+        if self._events.sink is not None:
+            self._events.emit("stored", "device", node, "computed")
         return node
 
     def _attach_device(self, node: Node, value: Pages, reason: str) -> None:
         self.tree.set_device(node, value)
-        self._events.emit("stored", "device", node, reason)
+        if self._events.sink is not None:
+            self._events.emit("stored", "device", node, reason)
 
     # -- load back ---------------------------------------------------------------------------------------------------
 
@@ -302,9 +304,10 @@ class TieredIndex:
         chain.reverse()
         host_pages = concatenated([node.host_value for node in chain if node.host_value is not None])
         self._transfers.issue_load(bottom, anchor.end, device_pages, host_pages)
+        at = 0
         for node in chain:
-            at = node.start - anchor.end
             self._attach_device(node, device_pages[at : at + node.pages], "loaded")
+            at += node.pages
         self.stats.loaded_pages += count
         return LoadBack(device_pages, host_pages, bottom, count * self.page_size)
 

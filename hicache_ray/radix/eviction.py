@@ -2,99 +2,48 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hicache_ray.radix.node import Node
 
 
-class EvictionStrategy(ABC):
+@dataclass(frozen=True)
+class EvictionStrategy:
     """Orders the nodes that may be evicted, on both tiers.
 
     Attributes:
+        key: what to compare; a function of the node's own fields, of one type for all nodes.
         ascending: the key of a node never decreases while it lives, so a queue may notice late that it grew. Leave it
             False when in doubt: then every change is noticed at once.
     """
 
-    ascending = False
-
-    @abstractmethod
-    def key(self, node: Node) -> Any:
-        """What to compare: a function of the node's fields only, of one type for all nodes."""
+    key: Callable[[Node], Any]
+    ascending: bool = False
 
 
-class LRU(EvictionStrategy):
-    """Least recently used first."""
+def segmented_lru(protected_hits: int = 2) -> EvictionStrategy:
+    """Nodes hit fewer than `protected_hits` times first; within each segment the least recently used first.
 
-    ascending = True
-
-    def key(self, node: Node) -> Any:
-        return node.last_access
-
-
-class LFU(EvictionStrategy):
-    """Fewest hits first, then least recently used."""
-
-    ascending = True
-
-    def key(self, node: Node) -> Any:
-        return (node.hit_count, node.last_access)
+    Raises:
+        ValueError: protected_hits is below 1.
+    """
+    if protected_hits < 1:
+        raise ValueError(f"protected_hits is {protected_hits}; it must be at least 1")
+    return EvictionStrategy(lambda node: (node.hit_count >= protected_hits, node.last_access), ascending=True)
 
 
-class FIFO(EvictionStrategy):
-    """Oldest first."""
-
-    ascending = True
-
-    def key(self, node: Node) -> Any:
-        return node.creation
-
-
-class MRU(EvictionStrategy):
-    """Most recently used first; of nodes used in one operation the newest, as the recorded traces have it."""
-
-    def key(self, node: Node) -> Any:
-        return (-node.last_access, -node.seq)
-
-
-class FILO(EvictionStrategy):
-    """Newest first."""
-
-    def key(self, node: Node) -> Any:
-        return (-node.creation, -node.seq)
-
-
-class Priority(EvictionStrategy):
-    """Lowest priority first, then least recently used."""
-
-    ascending = True
-
-    def key(self, node: Node) -> Any:
-        return (node.priority, node.last_access)
-
-
-class SLRU(EvictionStrategy):
-    """Segmented LRU: nodes hit fewer than `protected_hits` times first, each segment least recently used first."""
-
-    ascending = True
-
-    def __init__(self, protected_hits: int = 2) -> None:
-        if protected_hits < 1:
-            raise ValueError(f"protected_hits is {protected_hits}; it must be at least 1")
-        self.protected_hits = protected_hits
-
-    def key(self, node: Node) -> Any:
-        return (node.hit_count >= self.protected_hits, node.last_access)
-
-
+# The two that go backwards also go backwards among nodes of one operation, as the recorded traces have it.
 _STRATEGIES: dict[str, EvictionStrategy] = {
-    "lru": LRU(),
-    "lfu": LFU(),
-    "fifo": FIFO(),
-    "mru": MRU(),
-    "filo": FILO(),
-    "priority": Priority(),
-    "slru": SLRU(),
+    "lru": EvictionStrategy(attrgetter("last_access"), ascending=True),
+    "lfu": EvictionStrategy(attrgetter("hit_count", "last_access"), ascending=True),
+    "fifo": EvictionStrategy(attrgetter("creation"), ascending=True),
+    "mru": EvictionStrategy(lambda node: (-node.last_access, -node.seq)),
+    "filo": EvictionStrategy(lambda node: (-node.creation, -node.seq)),
+    "priority": EvictionStrategy(attrgetter("priority", "last_access"), ascending=True),
+    "slru": segmented_lru(),
 }
 
 
@@ -116,14 +65,14 @@ def eviction_policy(name: str) -> EvictionStrategy:
 
 
 def register_eviction_policy(name: str, strategy: EvictionStrategy) -> None:
-    """Makes a strategy of your own available under `name`. A strategy holds no state of a tree: trees share it.
+    """Makes a strategy of your own available under `name`.
 
     Raises:
         ValueError: the name is taken by another strategy.
         TypeError: not an EvictionStrategy.
     """
     if not isinstance(strategy, EvictionStrategy):
-        raise TypeError(f"strategy {strategy!r} for policy {name!r} is no EvictionStrategy instance")
-    if _STRATEGIES.get(name, strategy) is not strategy:
-        raise ValueError(f"eviction_policy {name!r} is taken by {_STRATEGIES[name]!r}; register under another name")
+        raise TypeError(f"strategy {strategy!r} for policy {name!r} is no EvictionStrategy")
+    if _STRATEGIES.get(name, strategy) != strategy:
+        raise ValueError(f"eviction_policy {name!r} is taken by another strategy; register under another name")
     _STRATEGIES[name] = strategy

@@ -33,8 +33,8 @@ def _check_children(tree: RadixTree, node: Node) -> None:
     assert node.only_child is only, f"{node!r} takes {node.only_child!r} for its only child"
     on_device = sum(child.value is not None for child in children)
     assert node.device_children == on_device, f"{node!r} has {on_device} device children, not {node.device_children}"
-    locks = sum(child.lock_ref for child in children)
-    assert node is tree.root or node.lock_ref >= locks, f"{node!r} is locked less often than its children"
+    locked = sum(child.locked for child in children)
+    assert node.locked_children == locked, f"{node!r} has {locked} locked children, not {node.locked_children}"
 
 
 def _check_node(node: Node) -> None:
@@ -54,8 +54,8 @@ def _check_counters(tree: RadixTree, nodes: list[Node]) -> None:
     counted = {
         "device_pages": sum(node.pages for node in device),
         "host_pages": sum(node.pages for node in nodes if node.host_value is not None),
-        "evictable_pages": sum(node.pages for node in device if node.lock_ref == 0),
-        "protected_pages": sum(node.pages for node in device if node.lock_ref > 0),
+        "evictable_pages": sum(node.pages for node in device if not node.locked),
+        "protected_pages": sum(node.pages for node in device if node.locked),
         "protections": tree.root.host_ref_counter + sum(node.host_ref_counter for node in nodes),
     }
     for name, value in counted.items():

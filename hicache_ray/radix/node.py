@@ -28,7 +28,8 @@ class Node:
         value: L1 page of each page, or None when the node is not on the device.
         host_value: L2 page of each page, or None. Set when a write begins; the write's lock keeps it whole meanwhile.
         hash_value: page hash of each page, or None in a tree without hashes.
-        lock_ref: locks held on this node or below it; above zero it is not evicted from the device.
+        lock_ref: locks that were taken on this node. A lock holds the whole path: see `locked`.
+        locked_children: children that are locked. So a lock is passed up only as far as nothing was locked yet.
         host_ref_counter: operations that end at this node and need its host copy. The ancestors are safe through
             having a child, so a split has nothing to hand on.
         hit_count: inserts that went through this node (case 17).
@@ -56,6 +57,7 @@ class Node:
         "key",
         "last_access",
         "lock_ref",
+        "locked_children",
         "namespace",
         "only_child",
         "pages",
@@ -78,7 +80,7 @@ class Node:
         self.value: Pages | None = None
         self.host_value: Pages | None = None
         self.hash_value: list[bytes] | None = None
-        self.lock_ref = self.host_ref_counter = self.hit_count = self.device_children = 0
+        self.lock_ref = self.locked_children = self.host_ref_counter = self.hit_count = self.device_children = 0
         self.queue_entry: tuple[Any, int, Node] | None = None
         self.contribution = 0
         if parent is None:
@@ -103,6 +105,11 @@ class Node:
         """Whether it has a host copy, or one that is being written."""
         return self.host_value is not None
 
+    @property
+    def locked(self) -> bool:
+        """Whether a lock on it or below keeps it on the device."""
+        return self.lock_ref > 0 or self.locked_children > 0
+
     def __repr__(self) -> str:
         tiers = f"{'D' if self.value is not None else '-'}{'H' if self.host_value is not None else '-'}"
-        return f"Node({self.seq}: pages {self.start}..{self.end}, {tiers}, locks {self.lock_ref})"
+        return f"Node({self.seq}: pages {self.start}..{self.end}, {tiers}{', locked' if self.locked else ''})"

@@ -27,18 +27,14 @@ class KeyKindError(ValueError):
 
 def is_device_candidate(node: Node) -> bool:
     """Whether a node may be evicted from the device: on it, unlocked, and nothing below it on the device."""
-    return node.value is not None and node.lock_ref == 0 and node.device_children == 0
+    return node.value is not None and not (node.lock_ref or node.locked_children or node.device_children)
 
 
 def is_host_candidate(node: Node) -> bool:
     """Whether a node may be evicted from the host: only there, a leaf, unlocked and unprotected (case 36)."""
-    return (
-        node.value is None
-        and node.host_value is not None
-        and not node.children
-        and node.lock_ref == 0
-        and node.host_ref_counter == 0
-    )
+    if node.value is not None or node.host_value is None:
+        return False
+    return not (node.children or node.lock_ref or node.host_ref_counter)
 
 
 class RadixTree:
@@ -191,7 +187,7 @@ class RadixTree:
         head = self._head(node)
         upper = Node(self._new_seq(), parent, node.key[:cut], pages, self.tick, node.priority)
         upper.namespace = node.namespace
-        upper.lock_ref, upper.hit_count = node.lock_ref, node.hit_count
+        upper.locked_children, upper.hit_count = int(node.locked), node.hit_count
         parent.children[head] = upper
         if parent.only_child is node:
             parent.only_child = upper
@@ -244,7 +240,7 @@ class RadixTree:
         node.queue_entry = None  # of the host's queue, if any
         parent.device_children += 1
         self.device_pages += node.pages
-        if node.lock_ref:
+        if node.lock_ref or node.locked_children:
             self.protected_pages += node.pages
         else:
             self.evictable_pages += node.pages
@@ -252,14 +248,14 @@ class RadixTree:
 
     def clear_device(self, node: Node) -> Pages:
         """The node leaves the device; its L1 pages are returned. Its parent and it may become candidates (case 35)."""
-        parent, value = node.parent, node.value
-        assert parent is not None and value is not None and not node.lock_ref, f"{node!r} is in use"
+        parent, value, pages = node.parent, node.value, node.pages
+        assert parent is not None and value is not None
         node.value = None
         parent.device_children -= 1
-        self.device_pages -= node.pages
-        self.evictable_pages -= node.pages
-        if not parent.device_children and not parent.lock_ref and parent is not self.root:
-            self.device_candidates.offer(parent)
+        self.device_pages -= pages
+        self.evictable_pages -= pages
+        if not parent.device_children:
+            self.offer_device(parent)
         if node.host_value is not None and not node.children:
             self.offer_host(node)
         if self._digest.notes is not None:
@@ -284,47 +280,54 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         """Keeps a node and everything above it on the device, until `unlock`."""
+        root = self.root
         if node.parent is None:
             self._check_alive(node)
+            return  # the root is never evicted
         if self._digest.notes is not None:
             self._digest.notes.append(node)
-        root, newly = self.root, 0
-        while node.lock_ref == 0 and node is not root:
+        node.lock_ref += 1
+        if node.lock_ref > 1 or node.locked_children:
+            return
+        newly, parent = 0, node.parent
+        while True:
             if node.value is not None:
                 newly += node.pages
-            node.lock_ref = 1
-            node = node.parent  # type: ignore[assignment]
-        # A locked node's ancestors are locked.
-        while node is not root:
-            node.lock_ref += 1
-            node = node.parent  # type: ignore[assignment]
+            parent.locked_children += 1
+            if parent is root or parent.lock_ref or parent.locked_children > 1:
+                break
+            node, parent = parent, parent.parent  # type: ignore[assignment]
         self.evictable_pages -= newly
         self.protected_pages += newly
 
     def unlock(self, node: Node) -> None:
-        """Gives a lock back. Splits in between are no matter: both halves inherited it.
+        """Gives a lock back. A split in between is no matter: both halves were kept, and both are let go.
 
         Raises:
             LockError: the node is not locked.
         """
-        if node.lock_ref == 0 or node.parent is None:
+        root, bottom = self.root, node
+        if node.parent is None:
             self._check_alive(node)
-            if node is not self.root:
-                raise LockError(f"{node!r} is not locked")
+            return
+        if node.lock_ref == 0:
+            raise LockError(f"{node!r} has no lock to give back")
         if self._digest.notes is not None:
             self._digest.notes.append(node)
-        root, bottom, newly = self.root, node, 0
-        while node.lock_ref == 1:
-            node.lock_ref = 0
+        node.lock_ref -= 1
+        if node.lock_ref or node.locked_children:
+            return
+        newly, parent = 0, node.parent
+        while True:
             if node.value is not None:
                 newly += node.pages
-            node = node.parent  # type: ignore[assignment]
-        while node is not root:
-            node.lock_ref -= 1
-            node = node.parent  # type: ignore[assignment]
+            parent.locked_children -= 1
+            if parent is root or parent.lock_ref or parent.locked_children:
+                break
+            node, parent = parent, parent.parent  # type: ignore[assignment]
         self.evictable_pages += newly
         self.protected_pages -= newly
-        if not bottom.lock_ref and not bottom.device_children:
+        if not bottom.device_children:
             self.reorder(bottom)
 
     def protect(self, node: Node) -> None:
@@ -355,7 +358,7 @@ class RadixTree:
 
     def offer_device(self, node: Node) -> None:
         """Queues the node for eviction from the device if it may be evicted."""
-        if node.value is not None and node.lock_ref == 0 and node.device_children == 0 and node is not self.root:
+        if is_device_candidate(node) and node is not self.root:
             self.device_candidates.offer(node)
 
     def offer_host(self, node: Node) -> None:
