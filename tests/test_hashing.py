@@ -82,7 +82,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("tokens, page_size, expected", GOLDEN.values(), ids=[f"case_3_{name}" for name in GOLDEN])
-def test_golden_vectors(tokens, page_size, expected):
+def test_case_3_golden_vectors(tokens, page_size, expected):
     assert hexes(tokens, page_size) == expected
 
 
@@ -137,7 +137,7 @@ def test_case_6_bigram_and_plain_pages_can_hash_the_same():
     [(PAGE_0, 3817746824117602890), (PAGE_1, -4216701448867210342), (PAGE_2, 5371148316746243504)],
     ids=["case_7_page_0", "case_7_page_1", "case_7_page_2"],
 )
-def test_event_integer(page, expected):
+def test_case_7_event_integer(page, expected):
     assert event_id(bytes.fromhex(page)) == expected
 
 
