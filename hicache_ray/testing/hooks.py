@@ -42,6 +42,10 @@ _BESIDE = {RANK: "health", STORAGE: "ctl", SUPERVISOR: "status"}
 """Concurrency group in which an actor of each role answers beside its work."""
 
 
+_ACTORS = (b"ray::RankServer", b"ray::StorageActor", b"ray::SupervisorServer")
+"""How the processes of a service call themselves: no other process is ever sent a signal."""
+
+
 class Process(NamedTuple):
     """Where a process of the service is now."""
 
@@ -162,7 +166,8 @@ def signal_process(process: Process, number: int, *, resume_after: float | None 
 
 def _signal_worker(pid: int, number: int, resume_after: float | None) -> bool:
     try:
-        if b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if not any(name in command for name in _ACTORS):
             return False
         os.kill(pid, number)
     except OSError:
