@@ -34,6 +34,7 @@ def random_shape(rng: random.Random, seed: int) -> Shape:
         eviction_policy=rng.choice(["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]),
         prefetch_policy=rng.choice(["best_effort", "wait_complete", "timeout"]),
         storage=rng.random() < 0.8,
+        bigram=rng.random() < 0.2,
         fault_chance=rng.choice([0.0, 0.0, 0.05, 0.3]),
         seed=seed,
     )

@@ -298,3 +298,19 @@ def test_d6_a_truncated_page_is_a_miss_and_the_threads_live() -> None:
     run_workers(group)
     group.step()
     assert at_rest(group) and all(worker.alive for worker in group.workers)
+
+
+def test_d10_bigram_keys_are_one_kind_from_match_to_l3_and_back() -> None:
+    """D10, cases 5 and 6: what EAGLE backed up EAGLE finds; a plain cache of the same tokens does not."""
+    group = stored(bigram=True)
+    group.step(admits=[admit("r", [*PROMPT, 1, 2])])
+    run_workers(group)
+    group.step()
+    run_workers(group)
+    assert group.step(polls=["r"]).polled[0].storage_tokens == 10
+    assert group.step(schedules=["r"]).scheduled[0].storage_tokens == 10 and group.verified == 5
+    plain = Lockstep(replace(group.shape, bigram=False), store=group.store)
+    plain.step(admits=[admit("r", [*PROMPT, 1, 2])])
+    run_workers(plain)
+    plain.step()
+    assert plain.step(polls=["r"]).polled[0] == ("r", True, 0)

@@ -106,6 +106,7 @@ class Shape:
     eviction_policy: str = "lru"
     prefetch_policy: str = "best_effort"
     storage: bool = True
+    bigram: bool = False
     fault_chance: float = 0.0
     seed: int = 0
 
@@ -141,6 +142,7 @@ class Lockstep:
             eviction_policy=shape.eviction_policy,
             write_policy=shape.write_policy,
             load_back_threshold=1,
+            bigram=shape.bigram,
         )
         controller = TransferController(
             device,
@@ -171,7 +173,12 @@ class Lockstep:
     def make_store(self, rank: int) -> FaultyStore:
         shape = self.shape
         identity = ModelIdentity(
-            model="m", page_size=shape.page_size, attention=shape.attention, tp_rank=rank, tp_size=shape.ranks
+            model="m",
+            page_size=shape.page_size,
+            attention=shape.attention,
+            tp_rank=rank,
+            tp_size=shape.ranks,
+            key_mode="bigram" if shape.bigram else "plain",
         )
         writer = shape.attention == "mha" or rank == 0
         config = StorageConfig(identity, timeout=5.0, is_writer=writer)
