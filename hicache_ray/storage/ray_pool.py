@@ -48,9 +48,9 @@ class RayPoolStorage(HiCacheStorage):
         self._call_timeout = min(options.call_timeout or config.timeout / rounds, config.timeout)
         self._prefix = bytes.fromhex(config.identity.digest)
         self._client = PoolClient(membership, self._connect, self.counters, options.copy_threads)
-        deadline = Deadline(config.timeout)
         for member in self._client.members:
-            member.attach(deadline, wait=True)
+            # A deadline for each: mapping a large arena as a whole takes longer than a call may.
+            member.attach(Deadline(config.timeout), wait=True)
 
     def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
         deadline = Deadline(self.config.timeout)
