@@ -11,8 +11,8 @@ from typing import Any
 import msgpack
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
-KV_NAMESPACE = b"hicache_ray:services"
-GENERATIONS = b"hicache_ray:generations"
+KV_NAMESPACE = b"hicache_ray.services"  # without a colon: Ray cuts the keys it lists at the first one
+GENERATIONS = b"hicache_ray.generations"
 
 
 @dataclass(frozen=True)
