@@ -20,6 +20,7 @@ import hicache_ray
 COMMANDS = {
     "replay": "Replay a request trace, or a made-up chat, through the cache and report what happened.",
     "demo": "See it work: two instances of two ranks and two storage actors on this machine.",
+    "chaos": "Break a service of its own while it serves verified requests, and check that it holds what it promises.",
     "config": "Show what a set of options resolves to, and why.",
 }
 """Commands by name, each with its line in the help; a command's module is imported when it is used."""

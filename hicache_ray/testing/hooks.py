@@ -36,7 +36,7 @@ from hicache_ray.testing.faults import Firing, PlanInjector
 
 logger = logging.getLogger("hicache_ray.testing.hooks")
 
-KV_NAMESPACE = b"hicache_ray:faults"
+KV_NAMESPACE = b"hicache_ray.faults"
 CALL_SECONDS = 2.0
 _BESIDE = {RANK: "health", STORAGE: "ctl", SUPERVISOR: "status"}
 """Concurrency group in which an actor of each role answers beside its work."""

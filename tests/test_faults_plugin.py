@@ -1,0 +1,104 @@
+"""The pytest plugin: its marker and fixtures, used as a user's own tests would use them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+PLUGIN = "hicache_ray.testing.plugin"
+
+PLANS = """
+    import pytest
+    from hicache_ray.testing.fault_target import FaultPlanError
+
+    def test_no_marker_no_faults(fault_plan):
+        assert fault_plan.faults == ()
+
+    @pytest.mark.hicache_faults({"kind": "kill", "who": "rank 1", "step": 5}, seed=3)
+    def test_one(fault_plan):
+        assert fault_plan.seed == 3 and str(fault_plan.faults[0].who) == "rank 1"
+
+    @pytest.mark.hicache_faults({"kind": "kill", "who": "rank 1"})
+    class TestTwice:
+        @pytest.mark.hicache_faults({"kind": "hang", "who": "rank 0"})
+        def test_outer_first(self, fault_plan):
+            assert [fault.kind for fault in fault_plan.faults] == ["kill", "hang"]
+
+    @pytest.mark.hicache_faults(file="plan.yaml")
+    def test_file(fault_plan):
+        assert fault_plan.seed == 8 and fault_plan.faults[0].kind == "corrupt"
+"""
+
+SERVICE = """
+    import numpy as np
+    import pytest
+    from hicache_ray.testing.serving import ask, settle
+
+    PROMPTS = [np.arange(24, dtype=np.uint32) + 100 * number for number in range(6)]
+
+    @pytest.mark.hicache_faults(
+        {"kind": "kill", "who": "rank 1", "point": "rank.reduce", "call": 12},
+        {"kind": "slow", "who": "storage *", "point": "actor.acquire", "seconds": 0.02, "times": 2},
+    )
+    def test_a_killed_rank_is_replaced(hicache_group, hicache_storage_pool, hicache_faults):
+        before = hicache_group.generation
+        for prompt in PROMPTS:
+            ask(hicache_group, prompt)
+        settle(hicache_group)
+        assert hicache_group.generation > before
+        assert all(ask(hicache_group, prompt).computed_tokens == 4 for prompt in PROMPTS)
+        hicache_group.check_integrity()
+        assert "kill" in [firing.kind for firing in hicache_faults.firings()]
+        assert set(hicache_storage_pool.audit(read_pages=True).values()) == {""}
+
+    def test_the_next_test_has_a_service_of_its_own_and_no_faults(hicache_group, hicache_faults):
+        assert ask(hicache_group, PROMPTS[0]).computed_tokens == 24
+        assert hicache_group.generation == 0 and hicache_faults.firings() == []
+"""
+
+
+def run(pytester: pytest.Pytester, source: str, **outcomes: int) -> None:
+    pytester.makepyfile(source)
+    result = pytester.runpytest_subprocess(
+        "-p", PLUGIN, "--strict-markers", "-q", "-p", "no:cacheprovider", timeout=240
+    )
+    result.assert_outcomes(**outcomes)
+
+
+def test_the_marker_makes_the_plan(pytester: pytest.Pytester) -> None:
+    pytester.makefile(".yaml", plan="seed: 8\nfaults:\n  - {kind: corrupt, who: storage 0}\n")
+    run(pytester, PLANS, passed=4)
+
+
+def test_a_bad_plan_is_an_error_of_the_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.hicache_faults({"kind": "explode"})
+        def test_bad(fault_plan):
+            pass
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=120)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*FaultPlanError: fault 0: kind is 'explode'*"])
+
+
+@pytest.mark.ray
+def test_a_group_under_faults(pytester: pytest.Pytester) -> None:
+    run(pytester, SERVICE, passed=2)
+
+
+def test_the_plugin_loads_neither_ray_nor_torch(pytester: pytest.Pytester) -> None:
+    run(
+        pytester,
+        """
+        import sys
+
+        def test_light():
+            assert not {"ray", "torch"} & set(sys.modules)
+        """,
+        passed=1,
+    )
