@@ -1,4 +1,4 @@
-"""The command line: `hicache-ray replay`, `demo`, `config`. Each command is a module of `hicache_ray.commands`.
+"""The command line: `hicache-ray replay`, `demo`, `config`, `ctl`. Each command is a module of `hicache_ray.commands`.
 
 Exit codes: 0 done, 1 the run itself found a fault, 2 bad input (one message, no traceback), 130 interrupted.
 """
@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": "See it work: two instances of two ranks and two storage actors on this machine.",
     "chaos": "Break a service of its own while it serves verified requests, and check that it holds what it promises.",
     "config": "Show what a set of options resolves to, and why.",
+    "ctl": "Look at a running service and change it: status, flush, attach, policies, audit.",
 }
 """Commands by name, each with its line in the help; a command's module is imported when it is used."""
 

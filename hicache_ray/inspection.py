@@ -55,6 +55,7 @@ class RankAudit:
         pages: each pool's pages by owner.
         bytes: each pool's bytes: `total`, and `used` by what is not free.
         references: locks and host protections, counted at their holders.
+        in_flight: operations by kind.
         faults: empty when everything adds up.
     """
 
@@ -64,6 +65,7 @@ class RankAudit:
     pages: dict[str, dict[str, int]]
     bytes: dict[str, dict[str, int]]
     references: dict[str, int]
+    in_flight: dict[str, int]
     faults: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,6 +88,7 @@ def audit_of(cache: HiRadixCache) -> RankAudit:
             for name, ledger in ledgers.items()
         },
         references={"locks": sum(_locks(cache).values()), "protections": sum(_protections(cache).values())},
+        in_flight=in_flight(cache),
         faults=(
             *_page_faults(ledgers),
             *_structure_faults(cache),

@@ -107,7 +107,8 @@ def connect(name: str = DEFAULT_NAME, *, address: str | None = None) -> Service:
         ServiceError: there is none of that name in the cluster.
     """
     if not ray.is_initialized():
-        ray.init(address=address or os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
+        target = address or os.environ.get("RAY_ADDRESS", "auto")
+        ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
     record = look_up(name)
     if record is None:
         raise ServiceError(f"no service named {name!r} runs in this Ray cluster: start one with hicache_ray.start")

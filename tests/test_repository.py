@@ -37,7 +37,7 @@ LAYERS = [
     {"worker", "copies", "storage_io", "controller", "prefetch", "prefetcher", "requests"},
     {"cache", "control", "prepared", "inspection", "events", "metrics", "build", "engine", "recover"},
     {"actors"},
-    {"service"},
+    {"service", "service_audit"},
     {"replay", "testing"},
     {"cli", "commands"},
 ]

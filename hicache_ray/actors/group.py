@@ -131,10 +131,10 @@ class TPGroup(RuntimeControl):
     def connect(
         cls, name: str, size: int, options: GroupOptions | None = None, healer: Healer | None = None
     ) -> TPGroup:
-        """A running group by name, which other drivers may go on stepping.
+        """A running group by name, which other drivers may go on stepping. A broken one is rebuilt first.
 
         Raises:
-            GroupError: an actor of the group is gone.
+            GroupError: an actor of the group is gone, or it is broken and there is no healer.
         """
         actors = []
         for rank in range(size):
@@ -143,7 +143,10 @@ class TPGroup(RuntimeControl):
             except ValueError:
                 raise GroupError(f"group {name}: rank {rank} is not running in this Ray cluster") from None
         group = cls(name, _Ranks(actors, None), 0, options or GroupOptions(), healer)
-        group._find_generation()
+        try:
+            group._find_generation()
+        except GroupRestarted as restarted:
+            logger.info("%s", restarted)
         return group
 
     @property
@@ -227,7 +230,10 @@ class TPGroup(RuntimeControl):
         self._ranks.pids = self._call("join", generation, timeout=self.options.start_timeout)
 
     def _find_generation(self) -> None:
-        infos = self._call("survey")
+        try:
+            infos = self._call("survey")
+        except GroupError as error:
+            self._heal(error)
         self._ranks.pids = [info.pid for info in infos]
         generations = {info.generation for info in infos}
         if len(generations) > 1 or any(info.fresh for info in infos):

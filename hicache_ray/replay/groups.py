@@ -57,7 +57,7 @@ def check_ray_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=RAY_ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ConnectionError(
-            f"no Ray cluster answers at RAY_ADDRESS {address}: {error}; unset it to start Ray on this machine"
+            f"no Ray cluster answers at {address}: {error}; unset RAY_ADDRESS to use the Ray of this machine"
         ) from error
 
 

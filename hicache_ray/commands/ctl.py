@@ -1,0 +1,209 @@
+"""`hicache-ray ctl`: look at a running service, and change it, as one more driver beside those that use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicache_ray.commands.ctl_text import audit_lines, heal_line, status_lines, value_text
+from hicache_ray.commands.input import BadInput, bad_input
+from hicache_ray.commands.running import RunFailed
+from hicache_ray.config import HiCacheConfig
+from hicache_ray.config_options import options_of, types_of
+from hicache_ray.control import POLICIES, ControlRefused, ControlTimeout, checked_policies
+
+if TYPE_CHECKING:
+    from hicache_ray.actors.group import TPGroup
+    from hicache_ray.service import Service
+
+
+@click.group("ctl")
+@click.option("--address", help="Of the Ray cluster. Default: RAY_ADDRESS, else the one on this machine.")
+@click.option("--name", default="hicache", show_default=True, help="Of the service.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def command(context: click.Context, address: str | None, name: str, as_json: bool) -> None:
+    """Look at a running service and change it, while others go on using it.
+
+    Without --group a command is for every group of the service. Exit code 1 where a command was refused or an audit
+    found something, 2 for bad input.
+    """
+    context.obj = {"address": address, "name": name, "as_json": as_json}
+
+
+def _group_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--group", "group", metavar="GROUP", help="Only this group.")(function)
+
+
+def _policy_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    options, types = options_of(HiCacheConfig), types_of(HiCacheConfig)
+    for name, option in reversed(list(POLICIES.items())):
+        values = f" Values: {options[option].values}." if options[option].values else ""
+        function = click.option(
+            f"--{name.replace('_', '-')}", name, type=types[option][0], help=options[option].help + values
+        )(function)
+    return function
+
+
+@command.command()
+@_group_option
+@click.pass_obj
+def status(settings: dict[str, Any], group: str | None) -> None:
+    """Print what each rank holds and does, its policies, and the state of L3."""
+    with _service(settings) as service:
+        rows = {name: service.group(name).status() for name in _groups(service, group)}
+    if settings["as_json"]:
+        click.echo(json.dumps({"service": settings["name"], "groups": rows}, indent=2))
+        return
+    for name, ranks in rows.items():
+        click.echo("\n".join(status_lines(name, ranks)))
+
+
+@command.command()
+@_group_option
+@click.pass_obj
+def flush(settings: dict[str, Any], group: str | None) -> None:
+    """Drop everything in L1 and L2; L3 stays. Refused while requests run."""
+    _each(settings, group, "flushed", lambda target: target.flush())
+
+
+@command.command()
+@click.argument("backend")
+@click.option("--options", metavar="JSON", help="Of the backend: JSON text, or @ and a JSON, TOML or YAML file.")
+@_policy_options
+@_group_option
+@click.pass_obj
+def attach(settings: dict[str, Any], backend: str, options: str | None, group: str | None, **policies: Any) -> None:
+    """Begin to use an L3 BACKEND, on all ranks of a group or on none."""
+    given = _given(policies)
+    _each(settings, group, f"uses {backend}", lambda target: target.attach(backend, options, **given))
+
+
+@command.command()
+@_group_option
+@click.pass_obj
+def detach(settings: dict[str, Any], group: str | None) -> None:
+    """Stop using L3; what is in flight to it ends first."""
+    _each(settings, group, "detached", lambda target: target.detach())
+
+
+@command.command()
+@_policy_options
+@_group_option
+@click.pass_obj
+def policies(settings: dict[str, Any], group: str | None, **policies: Any) -> None:
+    """Change policies; without any, print those that hold."""
+    given = _given(policies)
+    if given:
+        _each(settings, group, "policies changed", lambda target: target.set_policies(**given))
+        return
+    with _service(settings) as service:
+        held = {name: service.group(name).status()[0]["policies"] for name in _groups(service, group)}
+    if settings["as_json"]:
+        click.echo(json.dumps(held, indent=2))
+        return
+    for name, values in held.items():
+        click.echo("\n".join(f"{name}: {policy} = {value_text(value)}" for policy, value in values.items()))
+
+
+@command.command("clear-l3")
+@click.option("--everything", is_flag=True, help="The pages of all models in that store, not only of this one.")
+@_group_option
+@click.pass_obj
+def clear_l3(settings: dict[str, Any], everything: bool, group: str | None) -> None:
+    """Drop this model's pages from L3."""
+    _each(settings, group, "L3 cleared", lambda target: target.clear_storage(everything=everything))
+
+
+@command.command()
+@click.option("--read-pages", is_flag=True, help="Also compare every page in L3 with its checksum.")
+@_group_option
+@click.pass_obj
+def audit(settings: dict[str, Any], read_pages: bool, group: str | None) -> None:
+    """Count slots, bytes, references, leases and arenas anew, and say what does not add up."""
+    from hicache_ray.service_audit import audit_service
+
+    with _service(settings) as service:
+        found = audit_service(service, _groups(service, group), read_pages=read_pages).as_dict()
+    if settings["as_json"]:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        click.echo("\n".join(audit_lines(found)))
+    if found["faults"]:
+        raise RunFailed("; ".join(found["faults"]))
+
+
+@command.command()
+@_group_option
+@click.pass_obj
+def heals(settings: dict[str, Any], group: str | None) -> None:
+    """Print each rebuild of a group since the supervisor started."""
+    with _service(settings) as service:
+        wanted = _groups(service, group)
+        rows = [heal._asdict() for heal in service.supervisor.history() if heal.group in wanted]
+    if settings["as_json"]:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo(heal_line(row))
+    if not rows:
+        click.echo("no group was rebuilt")
+
+
+@contextmanager
+def _service(settings: dict[str, Any]) -> Iterator[Service]:
+    """The service, connected to; what goes wrong with it becomes one sentence."""
+    from hicache_ray.actors.errors import GroupError
+    from hicache_ray.replay.groups import check_ray_address
+    from hicache_ray.service import ServiceError, connect
+
+    address = settings["address"]
+    try:
+        if address:
+            check_ray_address(address)
+        service = connect(settings["name"], address=address)
+    except (ServiceError, ConnectionError, ValueError) as error:
+        raise BadInput(" ".join(str(error).split())) from error
+    try:
+        yield service
+    except (ControlRefused, ControlTimeout, GroupError) as error:
+        raise RunFailed(str(error)) from error
+
+
+def _groups(service: Service, group: str | None) -> tuple[str, ...]:
+    if group is None:
+        return service.groups
+    if group not in service.groups:
+        known = ", ".join(service.groups) or "none"
+        raise BadInput(f"service {service.name} has no group {group!r}; it has {known}")
+    return (group,)
+
+
+def _each(settings: dict[str, Any], group: str | None, done: str, act: Callable[[TPGroup], str]) -> None:
+    """Does something to each group and prints the outcome; goes on after a refusal, and fails at the end."""
+    refusals, rows = [], {}
+    with _service(settings) as service:
+        for name in _groups(service, group):
+            try:
+                note = act(service.group(name))
+            except (ControlRefused, ControlTimeout) as error:
+                refusals.append(f"{name}: {error}")
+                rows[name] = {"done": False, "note": str(error)}
+                continue
+            rows[name] = {"done": True, "note": note}
+            if not settings["as_json"]:
+                click.echo(f"{name}: {done}" + (f" ({note})" if note else ""))
+    if settings["as_json"]:
+        click.echo(json.dumps(rows, indent=2))
+    if refusals:
+        raise RunFailed("; ".join(refusals))
+
+
+def _given(policies: dict[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in policies.items() if value is not None}
+    with bad_input():
+        return checked_policies(given)
