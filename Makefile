@@ -3,19 +3,27 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+MOONCAKE := $(VENV)/.mooncake
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: demo test lint unit chaos bench clean install
+.PHONY: install demo test lint unit chaos soak bench clean
 
 install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (a few minutes the first time) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots]"
+	$(PIP) -e ".[dev,plots]"
 	@touch $(READY)
+
+# What the Mooncake tests need: a package without CUDA, and Debian's RDMA libraries. Without them they are skipped.
+$(MOONCAKE): $(READY)
+	@bash tools/system_packages.sh
+	@$(PIP) -e ".[mooncake-cpu]" || echo "The Mooncake package can't be installed here: its tests are skipped."
+	@touch $(MOONCAKE)
 
 demo: $(READY)
 	$(BIN)/hicache-ray demo
@@ -25,11 +33,21 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-test: $(READY) lint
+test: $(MOONCAKE) lint
 	$(BIN)/python -m pytest -m "not chaos and not gpu" -q
 
 unit: $(READY)
 	$(BIN)/python -m pytest -m "not ray and not chaos and not gpu" -q
+
+chaos: $(READY)
+	$(BIN)/python -m pytest -m chaos -q
+	$(BIN)/hicache-ray chaos --plan random --minutes 10 --seed 1
+
+bench: $(READY)
+	for name in tree hash copies storage step_reduction; do $(BIN)/python benchmarks/$$name.py; done
+
+soak: $(READY)
+	$(BIN)/python benchmarks/soak.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info
