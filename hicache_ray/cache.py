@@ -131,7 +131,7 @@ class HiRadixCache:
 
     def collect(self, request: StepRequest) -> Progress:
         """Checks the request and takes this rank's local progress; changes nothing that is replicated."""
-        self._check(request)
+        self.check(request)
         self.prefetcher.mark_polled(request.polls)
         return Progress(
             generation=self.generation,
@@ -418,7 +418,8 @@ class HiRadixCache:
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
-    def _check(self, request: StepRequest) -> None:
+    def check(self, request: StepRequest) -> None:
+        """Raises RequestError when the request names something in a state in which that can't be done."""
         ended = {*request.aborts, *(finish.rid for finish in request.finishes)}
         arriving = {admit.rid for admit in request.admits}
         for finish in request.finishes:

@@ -155,6 +155,7 @@ class RankServer:
         if request.step == NEXT_STEP:
             request = replace(request, step=self.cache.next_step)
         if self.engine is not None:
+            self.cache.check(request)
             self.engine.before_step(self.cache, request)
         prepared = time.perf_counter()
         answer = self.cache.step(request, lambda vector: self._reduce(vector, driver))
