@@ -4,9 +4,9 @@
 
 The requests are multi-turn chat: one shared system prompt, 300 new tokens a turn. Per request: look up, lock, load
 back, make room, insert, unlock; the copies themselves are no part of it. The floor touches every token of the prompt
-once, against memory that is cold in the cache, and copies what is new: it caches nothing. CPU time; floor and index take
-turns, and `of floor` is the median over the rounds. A floor in C called through ctypes, as the side-by-side suite has
-it, costs almost twice as much, most of it in the calls.
+once, against memory that is cold in the cache, and copies what is new: it caches nothing. CPU time; floor and index
+take turns, and `of floor` is the median over the rounds. A floor in C called through ctypes, as the side-by-side suite
+has it, costs almost twice as much, most of it in the calls.
 """
 
 from __future__ import annotations

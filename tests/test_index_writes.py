@@ -110,6 +110,18 @@ def test_nothing_is_written_below_a_node_without_a_host_copy() -> None:
     kit.check()
 
 
+def test_every_write_may_go_on_to_l3() -> None:
+    """Case 28. There is no further threshold: four pages written to L2 are four pages backed up."""
+    kit = Kit(hash_pages=True)
+    kit.insert([1, 2, 3, 4])
+    (write,) = kit.index.acknowledge_writes(1)
+    backup = kit.index.begin_backup(write)
+    assert backup.hashes == page_hashes(kit.key([1, 2, 3, 4]).units, 1) and backup.prefix_hashes == []
+    assert backup.host_pages.tolist() == write.host_pages.tolist()
+    kit.index.acknowledge_backups(1)
+    kit.check()
+
+
 def written_then_split(**options: Any) -> tuple[Kit, Any]:
     kit = Kit(page=2, hash_pages=True, **options)
     node = kit.insert([1, 2, 3, 4, 5, 6]).node
