@@ -77,6 +77,14 @@ def test_a_real_trace_moves_through_all_tiers(
     assert min(report.bytes.values()) > 0
 
 
+def test_the_first_200_requests_of_the_real_trace_at_full_length(shared: Path) -> None:
+    workload = load_workload(str(shared / "traces" / "conversation_trace.jsonl.gz"), limit=200)
+    assert sum(len(request.prompt) for request in workload) == 2_782_179
+    report = run(workload, page_size=64, l1_tokens=131_072, l2_tokens=1_700_000)
+    check(report, workload, 1)
+    assert report.counts.tokens_l1 > 0 and report.counts.tokens_l2 > 0 and report.counts.tokens_l3 > 0
+
+
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])
 def test_write_policies_and_page_sizes(page_size: int, write_policy: str) -> None:
