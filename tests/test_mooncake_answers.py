@@ -215,6 +215,18 @@ def test_the_pool_is_registered_once_and_given_back(store: ScriptedStore) -> Non
     assert not store.registered
 
 
+def test_memory_that_the_transport_refuses_is_all_misses(store: ScriptedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As RDMA does beyond the locked-memory limit: said once, and the rank goes on without L3."""
+    monkeypatch.setattr(store, "register_buffer", lambda address, size: -1)
+    storage = MooncakeStorage(StorageConfig(identity_of(SHAPE), {"master_server_address": "test:1"}))
+    pool = NumpyHostPages(4, SHAPE)
+    storage.register_mem_pool_host(pool)
+    assert storage.batch_exists(NAMES) == 0
+    assert storage.batch_set_v1(NAMES, pool.slots(range(4))) == [False] * 4
+    assert storage.get_stats().errors == 2
+    storage.close()
+
+
 class TestOptions:
     """SGLang's names, from three sources."""
 
@@ -278,6 +290,8 @@ class TestOptions:
         extra = {"master_server_address": "x:1", "device_name": devices, "global_segment_size": "8gb"}
         options = MooncakeOptions.parse(extra, {})
         assert options.device_of(1) == "mlx5_1,mlx5_2"
+        with pytest.raises(BackendError, match="names no devices for rank 2"):
+            options.check(ModelIdentity(tp_rank=2, tp_size=4))
         assert options.segment_of(ModelIdentity(tp_size=4, pp_size=2)) == 1 << 30
 
     def test_servers_to_ask_before_connecting(self) -> None:

@@ -92,8 +92,7 @@ class GuardedStorage(HiCacheStorage):
 
     def clear(self, everything: bool = False) -> None:
         """As the backend's; TimeoutError when it does not end within the deadline."""
-        clear: Callable[..., None] = self.backend.clear
-        call = self._threads.start(lambda: clear(everything=True) if everything else clear(), None)
+        call = self._threads.start(lambda: self.backend.clear(everything), None)
         if not self._threads.wait(call, self.timeout):
             raise TimeoutError(f"clear did not end within {self.timeout} s; it goes on in the background")
         if call.error is not None:

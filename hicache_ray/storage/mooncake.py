@@ -35,6 +35,7 @@ class MooncakeStorage(HiCacheStorage):
     def __init__(self, config: StorageConfig) -> None:
         super().__init__(config)
         self.options = MooncakeOptions.parse(config.extra)
+        self.options.check(config.identity)
         style = FullObjects if self.options.key_style == "full" else SGLangObjects
         self.objects: ObjectStyle = style(config.identity, self.options.extra_backend_tag)
         self.connection = MooncakeConnection(self.options, config.identity, config.timeout)
@@ -180,9 +181,9 @@ class MooncakeStorage(HiCacheStorage):
         try:
             with self.connection.use() as store:
                 return call(store)
-        except StoreAway as error:
+        except (StoreAway, RuntimeError) as error:
             self.counters.add(errors=1)
-            self._log("away", f"{error}")
+            self._log(type(error).__name__, f"{error}")
             return otherwise
 
     def _failed(self, name: str, code: int) -> None:

@@ -27,6 +27,7 @@ CONNECT_SECONDS = 2.0
 """How long a server may take to accept a connection before it counts as away."""
 
 WARM_UP = bytes(4096)
+WARM_UP_READS = 5
 
 
 class StoreAway(ConnectionError):
@@ -169,10 +170,7 @@ class MooncakeClient:
                 raise StoreAway(self._why_away)
             try:
                 store = self._new_store()
-                with self._spans_lock:
-                    for span in self._spans:
-                        _register(store, span)
-                    self._store = store
+                self._take(store)
                 self._breaker.succeeded()
             except (StoreAway, RuntimeError) as error:
                 self._why_away = str(error)
@@ -180,6 +178,16 @@ class MooncakeClient:
                 raise
         finally:
             self._connecting.release()
+
+    def _take(self, store: Any) -> None:
+        with self._spans_lock:
+            try:
+                for span in self._spans:
+                    _register(store, span)
+            except RuntimeError:
+                store.close()
+                raise
+            self._store = store
 
     def _new_store(self) -> Any:
         options = self.options
@@ -205,9 +213,10 @@ class MooncakeClient:
 
     def check_memory(self) -> None:
         """StoreAway when the master knows of no memory, or does not say; only with `check_server`."""
-        if not self.options.check_server:
+        servers = self.options.servers()
+        if not self.options.check_server or not servers:
             return
-        host = self.options.servers()[0][0]
+        host = servers[0][0]
         url = f"http://{host}:{self.options.master_metrics_port}/get_all_segments"
         try:
             with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as answer:
@@ -261,8 +270,9 @@ def _warm_up(store: Any) -> None:
     if code:
         logger.warning("the Mooncake store takes no pages yet (code %s): does any process lend it memory?", code)
         return
-    if store.get(key) != WARM_UP:
-        raise StoreAway("the Mooncake store gave back other bytes than it was given at warm-up")
+    # Nothing comes back when the lease runs out meanwhile, as on a busy machine the first time.
+    if not any(store.get(key) == WARM_UP for _ in range(WARM_UP_READS)):
+        logger.warning("the Mooncake store did not give back what it was given at warm-up")
     store.remove(key, True)
 
 

@@ -100,6 +100,11 @@ class MooncakeOptions:
             )
         return options
 
+    def check(self, identity: ModelIdentity) -> None:
+        """BackendError for what can't work on this rank, however well the store is."""
+        self.servers()
+        self.device_of(identity.tp_rank)
+
     def device_of(self, tp_rank: int) -> str:
         """The RDMA devices of a rank."""
         if not self.device_name.startswith("{"):
@@ -108,7 +113,9 @@ class MooncakeOptions:
             by_rank = json.loads(self.device_name)
         except ValueError as error:
             raise BackendError(f"device_name {self.device_name!r} is no JSON: {error}") from error
-        return str(by_rank.get(str(tp_rank), ""))
+        if str(tp_rank) not in by_rank:
+            raise BackendError(f"device_name {self.device_name!r} names no devices for rank {tp_rank}")
+        return str(by_rank[str(tp_rank)])
 
     def segment_of(self, identity: ModelIdentity) -> int:
         """Bytes that one rank lends."""

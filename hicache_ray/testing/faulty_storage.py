@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hicache_ray.storage.base import HiCacheStorage, HostPages, Slots, StorageExtra, StorageStats
@@ -97,8 +97,7 @@ class FaultyStorage(HiCacheStorage):
         return self._answer(self._enter(SET), self.backend.batch_set_v1(hashes, host_slots, extra))
 
     def clear(self, everything: bool = False) -> None:
-        clear: Callable[..., None] = self.backend.clear
-        clear(everything=everything)
+        self.backend.clear(everything)
 
     def get_stats(self) -> StorageStats:
         return self.backend.get_stats()

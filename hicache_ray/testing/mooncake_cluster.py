@@ -47,7 +47,7 @@ class MooncakeCluster:
         lease_ms: how long what was read or asked for is kept from eviction; short, so that tests need not wait.
     """
 
-    def __init__(self, folder: Path, memory_bytes: int = 256 << 20, lease_ms: int = 200) -> None:
+    def __init__(self, folder: Path, memory_bytes: int = 256 << 20, lease_ms: int = 1000) -> None:
         self.folder = folder
         self.memory_bytes = memory_bytes
         self._lease_ms = lease_ms

@@ -8,6 +8,7 @@ backend x test is printed at the end of the run (`suite_table`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,9 @@ from hicache_ray.storage.base import HiCacheStorage
 from hicache_ray.testing.storage_subject import StorageSubject
 
 # Before the imports, so that their assertions say what they compared.
-pytest.register_assert_rewrite("hicache_ray.testing.suite_base", "hicache_ray.testing.suite_pages")
-pytest.register_assert_rewrite("hicache_ray.testing.suite_faults")
+for _name in ("suite_base", "suite_pages", "suite_faults"):
+    if f"hicache_ray.testing.{_name}" not in sys.modules:
+        pytest.register_assert_rewrite(f"hicache_ray.testing.{_name}")
 
 from hicache_ray.testing.suite_base import SuiteBase  # noqa: E402
 from hicache_ray.testing.suite_faults import DamageTests, FaultTests, OutageTests  # noqa: E402

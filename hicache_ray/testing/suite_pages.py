@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -160,8 +159,7 @@ class KeyTests(SuiteBase):
         names, storage = self.stored(make, shape)
         other, pool = make(shape, identity=identity_of(shape, model="other"))
         assert all(other.batch_set_v1(names, pool.slots([0, 1, 2])))
-        clear: Callable[..., None] = storage.clear
-        clear(everything=True)
+        storage.clear(everything=True)
         assert (storage.batch_exists(names), other.batch_exists(names)) == (0, 0)
         self.stored(make, shape)
         assert storage.batch_exists(names) == 3
