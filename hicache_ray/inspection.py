@@ -125,29 +125,26 @@ def _structure_faults(cache: HiRadixCache) -> list[str]:
 
 def _reference_faults(cache: HiRadixCache) -> list[str]:
     """Every lock and protection of the tree has a holder that will give it back."""
-    expected: Counter[Node] = Counter()
-    for holder, count in _locks(cache).items():
-        node: Node | None = holder
-        while node is not None and node.parent is not None:
-            expected[node] += count
-            node = node.parent
-    protections = _protections(cache)
+    tree = cache.index.tree
+    locks, protections = _locks(cache), _protections(cache)
     found = []
-    for node in cache.index.tree.nodes():
-        if node.lock_ref != expected[node]:
-            found.append(f"{node!r} has {node.lock_ref} locks, of which {expected[node]} have a holder")
-        if node.host_ref_counter != protections[node]:
-            held = protections[node]
-            found.append(f"{node!r} has {node.host_ref_counter} host protections, of which {held} have a holder")
+    for node in (tree.root, *tree.nodes()):
+        for what, count, held in (
+            ("locks", node.lock_ref, locks[node]),
+            ("host protections", node.host_ref_counter, protections[node]),
+        ):
+            if count != held:
+                found.append(f"{node!r} has {count} {what}, of which {held} have a holder")
     return found[:MAX_NAMED]
 
 
 def _locks(cache: HiRadixCache) -> Counter[Node]:
-    """Locks by the node at which they were taken; each holds the whole path."""
+    """Locks by the node at which they were taken; each holds the whole path. The root needs none."""
     index = cache.index
     locks: Counter[Node] = Counter(request.node for request in cache.requests.values() if request.node is not None)
     locks.update(write.node for write in index.writes if not write.blocking)
     locks.update(load.node for load in index.loads)
+    del locks[index.tree.root]
     return locks
 
 
@@ -155,9 +152,7 @@ def _protections(cache: HiRadixCache) -> Counter[Node]:
     index = cache.index
     protections: Counter[Node] = Counter(write.node for write in index.writes if write.blocking)
     protections.update(backup.node for backup in index.backups)
-    protections.update(
-        prefetch.anchor for prefetch in cache.prefetcher.active.values() if prefetch.anchor.parent is not None
-    )
+    protections.update(prefetch.anchor for prefetch in cache.prefetcher.active.values())
     return protections
 
 
