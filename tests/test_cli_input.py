@@ -147,3 +147,16 @@ def test_sizes(text: str, count: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(click.UsageError):
         ByteSize().convert(text, None, None)
+
+
+def test_a_remote_traceback_becomes_one_line() -> None:
+    from hicache_ray.commands.running import in_one_line
+
+    remote = """group g: a rank died in join: The actor died because of an error raised in its creation task, ray::g
+  File "rank.py", line 1, in __init__
+hicache_ray.pools.memory.PoolMemoryError: the host pool needs 9 GB"""
+    assert in_one_line(RuntimeError(remote)) == (
+        "group g: a rank died in join: hicache_ray.pools.memory.PoolMemoryError: the host pool needs 9 GB"
+    )
+    assert in_one_line(RuntimeError("one line")) == "one line"
+    assert in_one_line(RuntimeError()) == "RuntimeError"

@@ -78,7 +78,7 @@ def test_a_rank_that_dies_on_the_way_costs_no_request_and_no_page(cluster: None)
     workload = load_workload(CHAT)
     report = run(workload, kill_at=20, tp=2, l1_tokens=1024, concurrency=2)
     assert report.faults == ()
-    assert report.restarts == 1
+    assert report.restarts >= 1
     assert report.counts.requests >= workload.total
 
 

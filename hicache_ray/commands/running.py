@@ -97,7 +97,7 @@ def _failures() -> Iterator[None]:
     except (RequestError, PoolMemoryError, BackendError) as error:
         raise BadInput(str(error)) from error
     except (GroupError, ReplayStalled) as error:
-        raise RunFailed(str(error)) from error
+        raise RunFailed(in_one_line(error)) from error
 
 
 @contextmanager
@@ -112,7 +112,15 @@ def _start_failures(mode: str) -> Iterator[None]:
     try:
         yield
     except (ServiceError, StoragePoolError, OSError) as error:
-        raise RunFailed(" ".join(str(error).split())) from error
+        raise RunFailed(in_one_line(error)) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """What an error says: of a remote traceback its first sentence, and the last line, which names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if len(lines) == 1:
+        return lines[0]
+    return f"{lines[0].partition(' The actor died')[0].rstrip(':')}: {lines[-1]}"
 
 
 @contextmanager
