@@ -49,8 +49,11 @@ class SharedCount:
         return int(_COUNT.unpack(data)[0]) if len(data) == _COUNT.size else 0
 
     def close(self) -> None:
-        """Close the file; the count stays."""
-        os.close(self._descriptor)
+        """Close the file; the count stays. Later calls raise OSError: a call that was given up may go on, and by then
+        the number of the closed descriptor may be another file's."""
+        with self._lock:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class WritingFolder:

@@ -147,7 +147,7 @@ class GuardedStorage(HiCacheStorage):
     def _flags(self, name: str, answer: Any, count: int) -> list[bool]:
         if answer is None:
             return [False] * count
-        if not isinstance(answer, Sequence) or len(answer) != count:
+        if not isinstance(answer, list | tuple | np.ndarray) or len(answer) != count:
             return self._bad_answer(name, answer, [False] * count)
         return [bool(flag) for flag in answer]
 

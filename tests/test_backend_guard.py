@@ -1,0 +1,188 @@
+"""The deadline guard and the helper threads, beyond what the suite asks of every backend."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache_ray.hashing import ModelIdentity
+from hicache_ray.storage.base import HiCacheStorage, Slots, StorageConfig, StorageExtra
+from hicache_ray.storage.guard import MAX_GIVEN_UP, GuardedStorage
+from hicache_ray.storage.task_pool import TaskPool
+from hicache_ray.testing.host_pages import NumpyHostPages
+from hicache_ray.testing.suite_base import eventually, page_names
+
+NAMES = page_names(2)
+SLOTS = np.arange(4)
+
+
+class Answering(HiCacheStorage):
+    """Answers what it is told to; waits at `gate` first."""
+
+    def __init__(self, timeout: float = 30.0) -> None:
+        super().__init__(StorageConfig(ModelIdentity(page_size=2), {}, timeout))
+        self.answer: Any = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.closed = 0
+
+    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
+        return self.respond()
+
+    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
+        return self.respond()
+
+    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
+        return self.respond()
+
+    def clear(self, everything: bool = False) -> None:
+        self.respond()
+
+    def close(self) -> None:
+        self.closed += 1
+        self.respond()
+
+    def respond(self) -> Any:
+        assert self.gate.wait(60)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def guarded(timeout: float = 30.0) -> tuple[GuardedStorage, Answering]:
+    backend = Answering(timeout)
+    guard = GuardedStorage(backend, clock=lambda: 0.0)
+    guard.register_mem_pool_host(NumpyHostPages(4))
+    assert backend.host_pool is guard.host_pool
+    return guard, backend
+
+
+@pytest.mark.parametrize(
+    "answer", [None, [], [True], [True] * 3, "xx", {"a": 1, "b": 2}, 7, ValueError("no"), "no", 1.5]
+)
+def test_answers_that_do_not_fit_are_misses(answer: Any) -> None:
+    guard, backend = guarded()
+    backend.answer = answer
+    assert guard.batch_get_v1(NAMES, SLOTS) == [False, False]
+
+
+@pytest.mark.parametrize("answer", [[True, False], (1, 0), np.array([True, False])])
+def test_answers_that_fit_become_booleans(answer: Any) -> None:
+    guard, backend = guarded()
+    backend.answer = answer
+    flags = guard.batch_set_v1(NAMES, SLOTS)
+    assert flags == [True, False] and all(isinstance(flag, bool) for flag in flags)
+
+
+@pytest.mark.parametrize(("answer", "hits"), [(2, 2), (np.int64(1), 1), (0, 0), (3, 0), (-1, 0), (None, 0), ("2", 0)])
+def test_lookup_answers(answer: Any, hits: int) -> None:
+    guard, backend = guarded()
+    backend.answer = answer
+    assert guard.batch_exists(NAMES) == hits
+
+
+def test_wrong_slots_are_the_callers_error() -> None:
+    """They are no failure of the store, so they are raised, and the breaker stays closed."""
+    guard, _ = guarded()
+    for _ in range(5):
+        with pytest.raises(ValueError, match="host slots"):
+            guard.batch_get_v1(NAMES, SLOTS[:3])
+    assert not any(breaker.is_open for breaker in guard.breakers.values())
+
+
+def test_calls_given_up_are_bounded() -> None:
+    guard, backend = guarded()
+    now = 0.0
+    guard = GuardedStorage(backend, clock=lambda: now)
+    guard.register_mem_pool_host(NumpyHostPages(4))
+    guard.timeout = 0.02
+    backend.gate.clear()
+    for _ in range(3 * MAX_GIVEN_UP):
+        assert guard.batch_get_v1(NAMES, SLOTS) == [False, False]
+        now += 60
+    assert guard.given_up == MAX_GIVEN_UP
+    assert guard.get_stats().timeouts == MAX_GIVEN_UP and guard.get_stats().refused == 2 * MAX_GIVEN_UP
+    backend.gate.set()
+    eventually(lambda: guard.given_up == 0, "calls did not return")
+
+
+def test_pages_are_free_when_the_last_call_that_holds_them_returns() -> None:
+    guard, backend = guarded()
+    guard.timeout = 0.02
+    backend.gate.clear()
+    guard.batch_get_v1(NAMES, SLOTS)
+    guard.batch_set_v1(NAMES, SLOTS + 2)
+    free, other = threading.Event(), threading.Event()
+    guard.when_returned(np.array([2, 3]), free.set)
+    guard.when_returned(np.array([6, 7]), other.set)
+    assert guard.held_slots.tolist() == [0, 1, 2, 3, 4, 5]
+    assert other.is_set() and not free.is_set()
+    backend.gate.set()
+    assert free.wait(60)
+    eventually(lambda: guard.held_slots.size == 0, "pages stay held")
+
+
+def test_clear_and_close_end_too() -> None:
+    guard, backend = guarded(timeout=0.05)
+    backend.answer = RuntimeError("read only")
+    with pytest.raises(RuntimeError, match="read only"):
+        guard.clear()
+    backend.gate.clear()
+    with pytest.raises(TimeoutError, match=r"clear did not end within 0.05 s"):
+        guard.clear()
+    guard.close()
+    assert backend.closed == 1
+    backend.gate.set()
+    eventually(lambda: guard.given_up == 0, "close did not return")
+    with pytest.raises(RuntimeError, match="closed"):
+        guard.batch_exists(NAMES)
+
+
+class TestTaskPool:
+    """Helpers that never die and never hold up a caller."""
+
+    def test_results_are_in_order(self) -> None:
+        pool = TaskPool("test", 3)
+        assert pool.map(lambda item: item * item, range(100)) == [item * item for item in range(100)]
+        assert pool.map(str, []) == [] and pool.map(str, [1]) == ["1"]
+        pool.close()
+        eventually(lambda: pool.alive == 0, "the threads go on after close")
+
+    def test_an_error_is_raised_when_all_items_have_ended(self) -> None:
+        pool = TaskPool("test", 3)
+        ended: list[int] = []
+
+        def item(number: int) -> None:
+            if number == 2:
+                raise ValueError("item 2")
+            ended.append(number)
+
+        for _ in range(5):
+            ended.clear()
+            with pytest.raises(ValueError, match="item 2"):
+                pool.map(item, range(8))
+            assert sorted(ended) == [0, 1, 3, 4, 5, 6, 7]
+        assert pool.alive == 3
+        pool.close()
+
+    def test_a_call_ends_while_all_threads_are_stuck_in_another(self) -> None:
+        pool = TaskPool("test", 2)
+        gate, stuck = threading.Event(), threading.Semaphore(0)
+
+        def hang(item: int) -> bool:
+            stuck.release()
+            return gate.wait(60)
+
+        other = threading.Thread(target=pool.map, args=(hang, range(3)))
+        other.start()
+        for _ in range(3):
+            assert stuck.acquire(timeout=60)
+        assert pool.map(lambda item: item, range(10)) == list(range(10))
+        gate.set()
+        other.join(60)
+        assert not other.is_alive()
+        pool.close()
