@@ -25,6 +25,7 @@ from hicache_ray.actors.rank import RankSpec
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.actors.supervisor import SupervisorClient
 from hicache_ray.config import HiCacheConfig
+from hicache_ray.config_extra import parse_extra_config
 
 logger = logging.getLogger("hicache_ray.service")
 
@@ -246,7 +247,9 @@ def _enter_ray(address: str | None, settings: RayStart) -> bool:
 
 
 def _start_storage(name: str, config: HiCacheConfig, detached: bool) -> StoragePool | None:
-    if config.hicache_storage_backend != "ray":
+    if config.hicache_storage_backend != "ray" or "pool" in parse_extra_config(
+        config.hicache_storage_backend_extra_config
+    ):
         return None
     return StoragePool.start(
         StoragePoolConfig(

@@ -26,6 +26,7 @@ from hicache_ray.replay.sweep import combinations, parse_sweeps
 from hicache_ray.replay.tables import report_tables, sweep_table
 from hicache_ray.replay.traces import BLOCK_TOKENS
 from hicache_ray.replay.workload import Workload, load_workload
+from hicache_ray.storage.url import parse_storage_url
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +56,7 @@ COUNT = click.IntRange(min=1)
 @click.option("--l1-tokens", type=COUNT, help="Capacity of L1 per rank; with --index-only on a block trace: in blocks.")
 @click.option("--l2-tokens", type=click.IntRange(min=0), help="Capacity of L2 per rank, as for L1. Default: 4 x L1.")
 @click.option("--l3-bytes", type=ByteSize(), default=DEFAULTS.l3_bytes, help="Capacity of L3 (64MiB, 1GB); 0: none.")
+@click.option("--l3", metavar="URL", help="L3 instead: file:///DIR, mooncake://HOST:PORT?metadata=URL, ray://POOL.")
 @click.option("--storage-actors", type=COUNT, default=DEFAULTS.storage_actors, help="Storage actors that hold L3.")
 @click.option("--policy", type=click.Choice(eviction_policy_names()), default=DEFAULTS.policy, help="Eviction policy.")
 @click.option(
@@ -128,11 +130,23 @@ def _prepare(source: str, options: Mapping[str, Any]) -> tuple[Workload, ReplayS
             check_plot(options["plot_path"])
             check_output(options["plot_path"], "--plot")
         sweeps = parse_sweeps(options["sweeps"])
-        settings = ReplaySettings(**own, others=given_options({**options, **dict.fromkeys(OWN_NAMES)}))
+        others = given_options({**options, **dict.fromkeys(OWN_NAMES)})
+        settings = ReplaySettings(**own, others={**others, **_store(options["l3"])})
         workload = load_workload(
             source, limit=options["limit"], seed=options["seed"], block_tokens=options["block_tokens"]
         )
     return workload, settings, sweeps
+
+
+def _store(url: str | None) -> dict[str, Any]:
+    """The options that a storage URL stands for."""
+    if url is None:
+        return {}
+    target = parse_storage_url(url)
+    return {
+        "hicache_storage_backend": target.backend,
+        "hicache_storage_backend_extra_config": target.extra or None,
+    }
 
 
 def _mode(index_only: bool, local: bool) -> str:
