@@ -32,10 +32,12 @@ class EventIndex:
 
     Attributes:
         tiers: medium -> block hash -> block.
+        whole: the log is known from its beginning. Otherwise blocks may be removed that were never seen stored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = True) -> None:
         self.tiers: dict[str | None, dict[int, Block]] = {}
+        self.whole = whole
 
     def apply(self, batch: EventBatch) -> None:
         """Applies the events of a batch in order.
@@ -73,7 +75,7 @@ class EventIndex:
         if isinstance(event, BlockStored):
             _store(held, event)
         else:
-            _remove(held, event)
+            _remove(held, event, self.whole)
 
 
 def replay(log: Iterable[EventBatch]) -> EventIndex:
@@ -93,7 +95,7 @@ def _store(held: dict[int, Block], event: BlockStored) -> None:
         parent = block_hash
 
 
-def _remove(held: dict[int, Block], event: BlockRemoved) -> None:
+def _remove(held: dict[int, Block], event: BlockRemoved, whole: bool) -> None:
     for block_hash in event.block_hashes:
-        if held.pop(block_hash, None) is None:
+        if held.pop(block_hash, None) is None and whole:
             raise ReplayError(f"block {block_hash} is removed from {event.medium}, which does not hold it")
