@@ -9,14 +9,14 @@ service.stop()
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
 
+from hicache_ray.actors.cluster import RayStart, enter, join
 from hicache_ray.actors.directory import ServiceRecord, forget, look_up, publish
 from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import GroupOptions, Healer, TPGroup
@@ -36,23 +36,6 @@ DEFAULT_GROUP = "instance-0"
 
 class ServiceError(RuntimeError):
     """A service can't be started or found; the text says why and what would work."""
-
-
-@dataclass(frozen=True)
-class RayStart:
-    """How Ray is started where none runs.
-
-    Attributes:
-        num_cpus: CPUs Ray may count on; None: all of the machine.
-        object_store_bytes: size of Ray's object store; None: Ray's default.
-        temp_dir: Ray's session folder; None: Ray's default.
-        dashboard: start Ray's dashboard.
-    """
-
-    num_cpus: float | None = None
-    object_store_bytes: int | None = None
-    temp_dir: str | None = None
-    dashboard: bool = False
 
 
 def start(
@@ -78,12 +61,13 @@ def start(
 
     Raises:
         ConfigError: the configuration can't work.
+        ConnectionError: the cluster named does not answer.
         ServiceError: a service of that name runs already.
     """
     if not _NAME.fullmatch(name):
         raise ServiceError(f"{name!r} is no name for a service: use 1 to 48 letters, digits, '_' or '-'")
     resolved = (config or HiCacheConfig()).resolve().config
-    owns_ray = _enter_ray(address, ray_start or RayStart())
+    owns_ray = enter(address, ray_start or RayStart())
     try:
         if look_up(name) is not None:
             raise ServiceError(
@@ -105,11 +89,10 @@ def connect(name: str = DEFAULT_NAME, *, address: str | None = None) -> Service:
     """A service that runs already, started by this process or another.
 
     Raises:
+        ConnectionError: the cluster named does not answer.
         ServiceError: there is none of that name in the cluster.
     """
-    if not ray.is_initialized():
-        target = address or os.environ.get("RAY_ADDRESS", "auto")
-        ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
+    join(address)
     record = look_up(name)
     if record is None:
         raise ServiceError(f"no service named {name!r} runs in this Ray cluster: start one with hicache_ray.start")
@@ -226,24 +209,6 @@ class Service:
                 groups=tuple(self._groups),
             )
         )
-
-
-def _enter_ray(address: str | None, settings: RayStart) -> bool:
-    """Connects this process to Ray; True when a cluster was started for it."""
-    if ray.is_initialized():
-        return False
-    target = address or os.environ.get("RAY_ADDRESS")
-    if target:
-        ray.init(address=target, log_to_driver=False)
-        return False
-    arguments: dict[str, Any] = {
-        "num_cpus": settings.num_cpus,
-        "object_store_memory": settings.object_store_bytes,
-        "_temp_dir": settings.temp_dir,
-    }
-    given = {name: value for name, value in arguments.items() if value is not None}
-    ray.init(address="local", include_dashboard=settings.dashboard, log_to_driver=False, **given)
-    return True
 
 
 def _start_storage(name: str, config: HiCacheConfig, detached: bool) -> StoragePool | None:

@@ -158,13 +158,10 @@ def heals(settings: dict[str, Any], group: str | None) -> None:
 def _service(settings: dict[str, Any]) -> Iterator[Service]:
     """The service, connected to; what goes wrong with it becomes one sentence."""
     from hicache_ray.actors.errors import GroupError
-    from hicache_ray.replay.groups import check_ray_address
     from hicache_ray.service import ServiceError, connect
 
     address = settings["address"]
     try:
-        if address:
-            check_ray_address(address)
         service = connect(settings["name"], address=address)
     except (ServiceError, ConnectionError, ValueError) as error:
         raise BadInput(" ".join(str(error).split())) from error

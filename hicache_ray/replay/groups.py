@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,6 @@ from hicache_ray.testing.memory_storage import drop_store
 BACKENDS = {"local": MEMORY_BACKEND, "ray": "ray"}
 """L3 backend of each mode."""
 
-RAY_ANSWER_SECONDS = 5.0
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where storage actors keep their arenas."""
@@ -43,22 +41,6 @@ def check_memory(config: HiCacheConfig, settings: ReplaySettings) -> None:
         free = shutil.disk_usage(SHARED_MEMORY).free
         if settings.l3_bytes > free:
             raise ConfigError(f"l3_bytes is {settings.l3_bytes}, and {SHARED_MEMORY} has {free} left; make it smaller")
-
-
-def check_ray_address(address: str) -> None:
-    """Raises ConnectionError when nothing answers at "host:port": Ray itself would try for minutes.
-
-    Other forms of an address ("auto", "ray://...") are left to Ray.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=RAY_ANSWER_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(
-            f"no Ray cluster answers at {address}: {error}; unset RAY_ADDRESS to use the Ray of this machine"
-        ) from error
 
 
 @contextmanager
@@ -92,7 +74,6 @@ def ray_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[list
         ConnectionError: `RAY_ADDRESS` names a cluster that does not answer.
         GroupError, ServiceError, StoragePoolError: they did not come up; what was started is stopped again.
     """
-    check_ray_address(os.environ.get("RAY_ADDRESS", ""))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from hicache_ray.service import start
 
