@@ -19,7 +19,7 @@ class SuiteTable:
     def __init__(self) -> None:
         self.columns: dict[str, str] = {}
         self._results: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        self._reasons: dict[tuple[str, str], str] = {}
+        self._reasons: dict[tuple[str, str, str], None] = {}
 
     @classmethod
     def of(cls, config: pytest.Config) -> SuiteTable:
@@ -39,7 +39,8 @@ class SuiteTable:
         name = test.partition("[")[0].removeprefix("test_").replace("_", " ")
         self._results[name][suite].append(report.outcome)
         if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
-            self._reasons[suite, name] = str(report.longrepr[2]).removeprefix("Skipped: ")
+            reason = " ".join(str(report.longrepr[2]).removeprefix("Skipped: ").split())
+            self._reasons[suite, name, reason] = None
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the table."""
@@ -57,8 +58,7 @@ class SuiteTable:
         for name, results in self._results.items():
             cells = [f"{_cell(results[suite]):^{len(head)}}" for suite, head in zip(suites, heads, strict=True)]
             lines.append(f"{name:{width}}  " + "  ".join(cells).rstrip())
-        for (suite, name), reason in self._reasons.items():
-            lines.append(f"- {self.columns[suite]}, {name}: {' '.join(reason.split())}")
+        lines += [f"- {self.columns[suite]}, {name}: {reason}" for suite, name, reason in self._reasons]
         return lines
 
 
