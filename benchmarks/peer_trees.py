@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hicache_ray.hashing import EMPTY_NAMESPACE, token_bytes
 from hicache_ray.index import Match, TieredIndex
 from hicache_ray.radix.key import TOKEN_BYTES, Key
 from hicache_ray.radix.node import Node, Pages
@@ -17,19 +16,18 @@ from hicache_ray.radix.node import Node, Pages
 class Tokens:
     """A request's tokens as the suite slices them: by token, off the clock."""
 
-    __slots__ = ("key", "page_size", "units")
+    __slots__ = ("key", "length")
 
-    def __init__(self, units: bytes, page_size: int) -> None:
-        self.units = units
-        self.page_size = page_size
-        self.key = Key(units, page_size * TOKEN_BYTES, EMPTY_NAMESPACE, bigram=False)
+    def __init__(self, key: Key, length: int) -> None:
+        self.key = key
+        self.length = length
 
     def __len__(self) -> int:
-        return len(self.units) // TOKEN_BYTES
+        return self.length
 
     def __getitem__(self, part: slice) -> Tokens:
         assert part.start is None and part.step is None, "the suite only takes prompts off the front"
-        return Tokens(self.units[: part.stop * TOKEN_BYTES], self.page_size)
+        return Tokens(self.key.prefix(part.stop * TOKEN_BYTES // self.key.page_bytes), part.stop)
 
 
 class Handle(NamedTuple):
@@ -55,7 +53,7 @@ class Replay:
         return self.index.stats.evicted_device_pages * self.page
 
     def prep(self, tokens: np.ndarray) -> Tokens:
-        return Tokens(token_bytes(tokens), self.page)
+        return Tokens(Key.of(tokens, self.page), len(tokens))
 
     def match(self, prompt: Tokens) -> Handle:
         index = self.index

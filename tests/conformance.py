@@ -97,7 +97,7 @@ class Replay:
         rows: list[list[Any]] = []
 
         def visit(node: Node, depth: int) -> None:
-            for child in sorted(node.children.values(), key=_tokens):
+            for child in sorted(node.children, key=_tokens):
                 tiers = [child.value is not None, child.host_value is not None]
                 rows.append([depth, _tokens(child), *tiers, path_locks(child)])
                 visit(child, depth + 1)

@@ -348,7 +348,7 @@ class IndexPair:
 
 def path_locks(node: Node) -> int:
     """Locks that hold a node: those taken on it and below it."""
-    return node.lock_ref + sum(path_locks(child) for child in node.children.values())
+    return node.lock_ref + sum(path_locks(child) for child in node.children)
 
 
 def digest_from_scratch(index: TieredIndex) -> int:

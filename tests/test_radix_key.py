@@ -56,6 +56,14 @@ def test_starts_with_compares_bytes_and_namespace() -> None:
     assert not key.starts_with(Key.of([1, 2], 1, namespace=Namespace(tenant="t")), 1)
 
 
+def test_prefixes_of_one_key_know_each_other() -> None:
+    key = Key.of([1, 2, 3, 4, 5], 1)
+    long, short = key.prefix(4), key.prefix(4).prefix(2)
+    assert long.cut_from is short.cut_from is key and key.cut_from is None
+    assert key.starts_with(short, 2) and long.starts_with(key, 4) and short.starts_with(long, 2)
+    assert not short.starts_with(long, 3)
+
+
 def test_keys_are_values() -> None:
     assert len({Key.of([1, 2], 1), Key.of([1, 2], 1), Key.of([1, 2], 2)}) == 2
     assert Key.of([1], 1) != Key.of([1], 1, namespace=Namespace(salt="s"))

@@ -45,7 +45,7 @@ class Evictor:
             if node is None:
                 break
             reason = "evicted"
-            if node.host_value is None and (self.write_back or node.children):
+            if node.host_value is None and (self.write_back or node.only_child is not None or node.branches):
                 reason = self._secure(node)
             if not reason:
                 kept.append(node)

@@ -98,4 +98,4 @@ def _subtree(root: Node) -> Iterator[Node]:
     while stack:
         node = stack.pop()
         yield node
-        stack.extend(node.children.values())
+        stack.extend(node.children)

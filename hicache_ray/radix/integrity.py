@@ -22,15 +22,16 @@ def check_tree(tree: RadixTree) -> None:
 
 
 def _check_children(tree: RadixTree, node: Node) -> None:
-    children = node.children.values()
-    for head, child in node.children.items():
-        seed = child.namespace.seed if node is tree.root else b""
-        assert head == seed + child.key[: tree.page_bytes], f"{child!r} is filed under another key"
+    children = node.children
+    for child in children:
         assert child.parent is node and child.end == node.end + child.pages, f"{child!r} does not continue {node!r}"
         assert node is tree.root or child.namespace == node.namespace, f"{child!r} changes the namespace"
         assert len(child.key) == child.pages * tree.page_bytes and child.pages > 0, f"{child!r} has a wrong key"
-    only = next(iter(children)) if len(children) == 1 else None
-    assert node.only_child is only, f"{node!r} takes {node.only_child!r} for its only child"
+    for head, child in (node.branches or {}).items():
+        seed = child.namespace.seed if node is tree.root else b""
+        assert head == seed + child.key[: tree.page_bytes], f"{child!r} is filed under another key"
+    if node.branches is not None:
+        assert node.only_child is None and (len(children) > 1 or node is tree.root), f"{node!r} keeps needless branches"
     on_device = sum(child.value is not None for child in children)
     assert node.device_children == on_device, f"{node!r} has {on_device} device children, not {node.device_children}"
     locked = sum(child.locked for child in children)

@@ -31,9 +31,10 @@ class Key:
         namespace: what the key must not be shared across.
         seed: the namespace's seed, which separates namespaces in the tree (case 19).
         bigram: the units are pairs of tokens; a prefix of the key keeps the flag (D10).
+        cut_from: the key this one is a prefix of, or None: of two keys cut from one, one is a prefix of the other.
     """
 
-    __slots__ = ("bigram", "namespace", "page_bytes", "pages", "seed", "units")
+    __slots__ = ("bigram", "cut_from", "namespace", "page_bytes", "pages", "seed", "units")
 
     def __init__(self, units: bytes, page_bytes: int, namespace: Namespace, bigram: bool) -> None:
         """Takes `units` as they are; `Key.of` is the checked way to make a key."""
@@ -44,6 +45,7 @@ class Key:
         self.namespace = namespace
         self.seed = namespace.seed
         self.bigram = bigram
+        self.cut_from: Key | None = None
 
     @classmethod
     def of(
@@ -70,13 +72,17 @@ class Key:
         """The first `pages` pages of this key, in the same namespace and of the same kind."""
         if pages >= self.pages:
             return self
-        return Key(self.units[: max(pages, 0) * self.page_bytes], self.page_bytes, self.namespace, self.bigram)
+        part = Key(self.units[: max(pages, 0) * self.page_bytes], self.page_bytes, self.namespace, self.bigram)
+        part.cut_from = self.cut_from or self
+        return part
 
     def starts_with(self, other: Key, pages: int) -> bool:
         """Whether this key and `other` agree in namespace and in their first `pages` pages."""
         size = pages * self.page_bytes
         if self.seed != other.seed or size > len(self.units) or size > len(other.units):
             return False
+        if (self.cut_from or self) is (other.cut_from or other):
+            return True
         return self.units.startswith(memoryview(other.units)[:size])
 
     def __eq__(self, other: Any) -> bool:

@@ -22,9 +22,9 @@ class Node:
     Attributes:
         key: the units of this node's pages.
         parent: None for the root, and for a node that is no longer in the tree.
-        children: by the bytes of their first page; under the root the namespace's seed stands before them.
-        only_child: the child, where there is exactly one. Most nodes of a conversation have one, and it is found
-            without a lookup.
+        only_child: the child, where there is exactly one; most nodes of a conversation have one.
+        branches: the children by the bytes of their first page, where there are several, else None. The root always
+            has branches; there the namespace's seed stands before the page.
         value: L1 page of each page, or None when the node is not on the device.
         host_value: L2 page of each page, or None. Set when a write begins; the write's lock keeps it whole meanwhile.
         hash_value: page hash of each page, or None in a tree without hashes.
@@ -45,7 +45,7 @@ class Node:
     """
 
     __slots__ = (
-        "children",
+        "branches",
         "contribution",
         "creation",
         "device_children",
@@ -75,8 +75,8 @@ class Node:
         self.pages = pages
         self.creation = self.last_access = tick
         self.priority = priority
-        self.children: dict[bytes, Node] = {}
         self.only_child: Node | None = None
+        self.branches: dict[bytes, Node] | None = None
         self.value: Pages | None = None
         self.host_value: Pages | None = None
         self.hash_value: list[bytes] | None = None
@@ -89,6 +89,13 @@ class Node:
         else:
             self.end = parent.end + pages
             self.namespace = parent.namespace
+
+    @property
+    def children(self) -> list[Node]:
+        """The children in the order in which they came."""
+        if self.branches is not None:
+            return list(self.branches.values())
+        return [] if self.only_child is None else [self.only_child]
 
     @property
     def start(self) -> int:

@@ -32,9 +32,9 @@ def is_device_candidate(node: Node) -> bool:
 
 def is_host_candidate(node: Node) -> bool:
     """Whether a node may be evicted from the host: only there, a leaf, unlocked and unprotected (case 36)."""
-    if node.value is not None or node.host_value is None:
+    if node.value is not None or node.host_value is None or node.only_child is not None:
         return False
-    return not (node.children or node.lock_ref or node.host_ref_counter)
+    return not (node.branches or node.lock_ref or node.host_ref_counter)
 
 
 class RadixTree:
@@ -75,6 +75,7 @@ class RadixTree:
         self.root = Node(self._new_seq(), None, b"", 0, self.tick, 0)
         self.root.value = self.root.host_value = NO_PAGES
         self.root.hash_value = []
+        self.root.branches = {}
         self._digest = Digest(self.root)
         self.node_count = self.device_pages = self.host_pages = self.evictable_pages = self.protected_pages = 0
 
@@ -95,17 +96,16 @@ class RadixTree:
         offset, size = node.end * step, len(units)
         while offset < size:
             child = node.only_child
-            # Below the root the bytes decide; there a child may be of another namespace.
-            if child is None or not offset or not units.startswith(child.key, offset):
-                child = node.children.get(units[offset : offset + step] if offset else key.seed + units[:step])
+            if child is None:
+                if node.branches is None:
+                    break
+                child = node.branches.get(units[offset : offset + step] if offset else key.seed + units[:step])
                 if child is None:
                     break
-                if not units.startswith(child.key, offset):
-                    if self.refresh_remainder:
-                        child.last_access = tick
-                    node = self.split(child, _shared_bytes(units, offset, child.key) // step)
-                    self.reorder(child)
-                    break
+            if not units.startswith(child.key, offset):
+                if units.startswith(child.key[:step], offset):
+                    node = self._split_off(child, _shared_bytes(units, offset, child.key) // step)
+                break
             child.last_access = tick
             node = child
             offset += len(child.key)
@@ -121,8 +121,11 @@ class RadixTree:
         node, offset, size = self.root, 0, len(key.units)
         device = host = 0
         while offset < size:
-            child = node.children.get(units[offset : offset + step] if offset else key.seed + units[:step])
-            if child is None:
+            head = units[offset : offset + step]
+            child = node.only_child
+            if node.branches is not None:
+                child = node.branches.get(head if offset else key.seed + head)
+            if child is None or not child.key.startswith(head):
                 break
             whole = units.startswith(child.key, offset)
             pages = child.pages if whole else _shared_bytes(units, offset, child.key) // step
@@ -138,11 +141,11 @@ class RadixTree:
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents before children, children in the order in which they came."""
-        stack = list(reversed(self.root.children.values()))
+        stack = self.root.children[::-1]
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(reversed(node.children.values()))
+            stack.extend(reversed(node.children))
 
     def contains(self, node: Node) -> bool:
         """Whether the node is in the tree (a node that was evicted from both tiers is not)."""
@@ -157,15 +160,17 @@ class RadixTree:
 
     def add_leaf(self, parent: Node, key: Key, *, value: Pages | None, host_value: Pages | None, priority: int) -> Node:
         """A new node for the part of `key` below `parent`, on the tiers whose pages are given."""
-        start = parent.end * self.page_bytes
-        units = key.units
-        node = Node(self._new_seq(), parent, units[start:], key.pages - parent.end, self.tick, priority)
-        head = units[start : start + self.page_bytes]
-        if start == 0:
-            head = key.seed + head
+        node = Node(
+            self._new_seq(),
+            parent,
+            key.units[parent.end * self.page_bytes :],
+            key.pages - parent.end,
+            self.tick,
+            priority,
+        )
+        if parent is self.root:
             node.namespace = key.namespace
-        parent.only_child = None if parent.children else node
-        parent.children[head] = node
+        self._add_child(parent, node)
         self.node_count += 1
         if host_value is not None:
             self.set_host(node, host_value)
@@ -184,16 +189,16 @@ class RadixTree:
         """
         parent, cut = node.parent, pages * self.page_bytes
         assert parent is not None and 0 < pages < node.pages, f"can't split {node!r} at page {pages}"
-        head = self._head(node)
         upper = Node(self._new_seq(), parent, node.key[:cut], pages, self.tick, node.priority)
         upper.namespace = node.namespace
         upper.locked_children, upper.hit_count = int(node.locked), node.hit_count
-        parent.children[head] = upper
-        if parent.only_child is node:
+        if parent.branches is not None:
+            parent.branches[self._head(node)] = upper
+        else:
             parent.only_child = upper
         node.parent, node.key = upper, node.key[cut:]
         node.pages -= pages
-        upper.children[node.key[: self.page_bytes]] = upper.only_child = node
+        upper.only_child = node
         if node.value is not None:
             upper.value, node.value = _cut(node.value, pages)
             upper.device_children = 1
@@ -209,10 +214,8 @@ class RadixTree:
     def remove(self, node: Node) -> None:
         """Takes a leaf that is on no tier any more out of the tree."""
         parent = node.parent
-        assert parent is not None and not node.children, f"{node!r} is no leaf"
-        siblings = parent.children
-        del siblings[self._head(node)]
-        parent.only_child = next(iter(siblings.values())) if len(siblings) == 1 else None
+        assert parent is not None and node.only_child is None and not node.branches, f"{node!r} is no leaf"
+        self._remove_child(parent, node)
         node.parent = None
         self.node_count -= 1
         if self._digest.notes is not None:
@@ -222,7 +225,7 @@ class RadixTree:
 
     def clear(self) -> None:
         """Drops every node. What they held is the caller's to free, before the call."""
-        for node in self.root.children.values():
+        for node in self.root.children:
             node.parent = None
         self.device_candidates.clear()
         self.host_candidates.clear()
@@ -256,7 +259,7 @@ class RadixTree:
         self.evictable_pages -= pages
         if not parent.device_children:
             self.offer_device(parent)
-        if node.host_value is not None and not node.children:
+        if node.host_value is not None and node.only_child is None:
             self.offer_host(node)
         if self._digest.notes is not None:
             self._digest.notes.append(node)
@@ -391,6 +394,32 @@ class RadixTree:
         seq = self.next_seq
         self.next_seq = seq + 1
         return seq
+
+    def _split_off(self, child: Node, pages: int) -> Node:
+        if self.refresh_remainder:
+            child.last_access = self.tick
+        upper = self.split(child, pages)
+        self.reorder(child)
+        return upper
+
+    def _add_child(self, parent: Node, node: Node) -> None:
+        if parent.branches is not None:
+            parent.branches[self._head(node)] = node
+        elif parent.only_child is None:
+            parent.only_child = node
+        else:
+            parent.branches = {self._head(child): child for child in (parent.only_child, node)}
+            parent.only_child = None
+
+    def _remove_child(self, parent: Node, node: Node) -> None:
+        branches = parent.branches
+        if branches is None:
+            parent.only_child = None
+            return
+        del branches[self._head(node)]
+        if len(branches) == 1 and parent is not self.root:
+            (parent.only_child,) = branches.values()
+            parent.branches = None
 
     def _head(self, node: Node) -> bytes:
         head = node.key[: self.page_bytes]
