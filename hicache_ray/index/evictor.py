@@ -36,7 +36,7 @@ class Evictor:
 
     def evict_device(self, pages: int) -> int:
         """Frees at least `pages` L1 pages if there are so many in unlocked nodes; returns how many were freed."""
-        tree = self._tree
+        tree, write_back, sink = self._tree, self.write_back, self._events.sink
         freed: list[Pages] = []
         kept: list[Node] = []
         count = 0
@@ -45,13 +45,13 @@ class Evictor:
             if node is None:
                 break
             reason = "evicted"
-            if node.host_value is None and (self.write_back or node.only_child is not None or node.branches):
+            if node.host_value is None and (write_back or node.only_child is not None or node.branches):
                 reason = self._secure(node)
-            if not reason:
-                kept.append(node)
-                continue
-            if self._events.sink is not None:
-                self._events.emit("removed", "device", node, reason)
+                if not reason:
+                    kept.append(node)
+                    continue
+            if sink is not None:
+                sink("removed", "device", node, reason)
             count += node.pages
             freed.append(tree.clear_device(node))
             if node.host_value is None:

@@ -261,7 +261,8 @@ class TieredIndex:
             evicted.append(node)
             node = node.parent  # type: ignore[assignment]
         for node in reversed(evicted):
-            self._attach_device(node, pages[node.start - first : node.end - first].copy(), "computed")
+            self.tree.set_device(node, pages[node.start - first : node.end - first].copy())
+            self._events.emit("stored", "device", node, "computed")
 
     def _add_leaf(self, parent: Node, key: Key, value: Pages, priority: int) -> Node:
         node = self.tree.add_leaf(parent, key, value=value, host_value=None, priority=priority)
@@ -270,11 +271,6 @@ class TieredIndex:
         if self._events.sink is not None:
             self._events.emit("stored", "device", node, "computed")
         return node
-
-    def _attach_device(self, node: Node, value: Pages, reason: str) -> None:
-        self.tree.set_device(node, value)
-        if self._events.sink is not None:
-            self._events.emit("stored", "device", node, reason)
 
     # -- load back ---------------------------------------------------------------------------------------------------
 
@@ -306,8 +302,10 @@ class TieredIndex:
         self._transfers.issue_load(bottom, anchor.end, device_pages, host_pages)
         at = 0
         for node in chain:
-            self._attach_device(node, device_pages[at : at + node.pages], "loaded")
+            tree.set_device(node, device_pages[at : at + node.pages])
             at += node.pages
+            if self._events.sink is not None:
+                self._events.emit("stored", "device", node, "loaded")
         self.stats.loaded_pages += count
         return LoadBack(device_pages, host_pages, bottom, count * self.page_size)
 

@@ -44,8 +44,11 @@ class Transfers:
         """Begins to copy a node to the host."""
         assert node.value is not None
         self._tree.set_host(node, host_pages)
-        (self._tree.protect if blocking else self._tree.lock)(node)
-        write = Write(self._seq(), node, node.start, node.value, host_pages, node.hash_value, blocking)
+        if blocking:
+            self._tree.protect(node)
+        else:
+            self._tree.lock(node)
+        write = Write(self._seq(), node, node.end - node.pages, node.value, host_pages, node.hash_value, blocking)
         self.writes.append(write)
         self._issued.append(write)
 
@@ -60,7 +63,10 @@ class Transfers:
         """Ends the `n` oldest writes. Raises ValueError, and ends none, when fewer are in flight."""
         done = _oldest(self.writes, n, "writes")
         for write in done:
-            (self._tree.release if write.blocking else self._tree.unlock)(write.node)
+            if write.blocking:
+                self._tree.release(write.node)
+            else:
+                self._tree.unlock(write.node)
             if self._events.sink is not None:
                 for node in self._covered(write.node, write.start):
                     self._events.emit("stored", "host", node, "written")
@@ -128,7 +134,11 @@ class Transfers:
 
 
 def _oldest(table: deque[_Transfer], n: int, name: str) -> list[_Transfer]:
-    if not 0 <= n <= len(table):
+    if n == len(table):
+        done = list(table)
+        table.clear()
+        return done
+    if not 0 <= n < len(table):
         raise ValueError(f"{n} {name} acknowledged, but {len(table)} are in flight")
     return [table.popleft() for _ in range(n)]
 

@@ -128,7 +128,7 @@ class Ledger(NamedTuple):
     in_flight: int
 
 
-@dataclass
+@dataclass(slots=True)
 class IndexStats:
     """Counters since the index was made, in pages unless named otherwise.
 

@@ -257,8 +257,8 @@ class RadixTree:
         parent.device_children -= 1
         self.device_pages -= pages
         self.evictable_pages -= pages
-        if not parent.device_children:
-            self.offer_device(parent)
+        if not (parent.device_children or parent.lock_ref or parent.locked_children) and parent is not self.root:
+            self.device_candidates.offer(parent)
         if node.host_value is not None and node.only_child is None:
             self.offer_host(node)
         if self._digest.notes is not None:
@@ -269,7 +269,8 @@ class RadixTree:
         """The node has a host copy now."""
         node.host_value = host_value
         self.host_pages += node.pages
-        self.note(node)
+        if self._digest.notes is not None:
+            self._digest.notes.append(node)
 
     def clear_host(self, node: Node) -> Pages:
         """The node loses its host copy; its L2 pages are returned."""
