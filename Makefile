@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: install demo test lint unit chaos soak bench clean
+.PHONY: install system-packages demo test lint unit chaos soak bench clean
 
 install: $(READY)
 
@@ -18,6 +18,9 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[dev,plots]"
 	@touch $(READY)
+
+system-packages:
+	@bash tools/system_packages.sh
 
 # What the Mooncake tests need: a package without CUDA, and Debian's RDMA libraries. Without them they are skipped.
 $(MOONCAKE): $(READY)
