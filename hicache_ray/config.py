@@ -16,6 +16,7 @@ from hicache_ray.config_names import (
     DEVICES,
     IO_BACKENDS,
     KV_DTYPES,
+    KV_EVENT_ENCODINGS,
     MEM_LAYOUTS,
     PREFETCH_POLICIES,
     UNSUPPORTED_ATTENTION,
@@ -145,6 +146,18 @@ class HiCacheConfig:
     collective_backend: str = option(
         "hicache", "Ray collective backend of the group's reductions.", choices=COLLECTIVE_BACKENDS
     )
+
+    # What others are told
+    enable_kv_events: bool = option(False, "Publish which pages come to and leave L1 and L2.")
+    kv_events_endpoint: str = option("tcp://*:5557", "ZMQ endpoint of the KV events; port * is any free one.")
+    kv_events_replay_endpoint: str | None = option(
+        None, "ZMQ endpoint that repeats events a subscriber missed; unset: none."
+    )
+    kv_events_topic: str = option("", "Topic of the KV events' messages.")
+    kv_events_encoding: str = option(
+        "array", "How an event is encoded: as vLLM's up to 0.23, or its maps.", choices=KV_EVENT_ENCODINGS
+    )
+    enable_metrics: bool = option(True, "Export counters through Ray's metrics.")
 
     def __post_init__(self) -> None:
         specs, types = options_of(type(self)), types_of(type(self))

@@ -26,6 +26,7 @@ IO_BACKENDS = ("kernel", "direct", "kernel_ascend")
 MEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_first_kv_split")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 COLLECTIVE_BACKENDS = ("hicache", "gloo", "nccl")
+KV_EVENT_ENCODINGS = ("array", "map")
 
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 STORAGE_BACKENDS = ("ray", "file", "mooncake", "dynamic")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache_ray.config_names import KV_EVENT_ENCODINGS
 from hicache_ray.events import (
     CPU,
     GPU,
@@ -18,7 +19,6 @@ from hicache_ray.events import (
     decode_batch,
     encode_batch,
 )
-from hicache_ray.events.wire import ENCODINGS
 from hicache_ray.hashing import Namespace
 
 VLLM = {
@@ -100,7 +100,7 @@ def test_maps_have_vllms_field_names() -> None:
     assert cleared == {"type": "AllBlocksCleared", "medium": "GPU", "reason": "flushed"}
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", KV_EVENT_ENCODINGS)
 def test_a_batch_comes_back_as_it_was(encoding: str) -> None:
     batch = EventBatch(3.5, (CLEARED, STORED, LORA, PAIRS, REMOVED), 1)
     expected = batch

@@ -118,6 +118,15 @@ class Lossy:
         self.stream.close(linger)
 
 
+def test_the_beginning_is_asked_for_also_when_the_stream_is_first(tmp_path: Path) -> None:
+    with rank(tmp_path, first=50) as publishing:
+        until(lambda: not publishing.publisher._queue, "the thread to be idle")
+        with subscriber(publishing) as receiving:
+            last = publishing.step()
+            until(lambda: receiving._stream.poll(50) or publishing.step() < 0, "the stream to begin")
+            assert drain_until(receiving, last)[0] == 50
+
+
 def test_a_gap_is_filled_by_a_replay(tmp_path: Path) -> None:
     with rank(tmp_path, first=100) as publishing, subscriber(publishing) as receiving:
         lossy = publishing.publisher._stream = Lossy(publishing.publisher._stream)

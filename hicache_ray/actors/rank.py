@@ -20,6 +20,7 @@ from hicache_ray.build import build_cache
 from hicache_ray.cache import alone
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.engine import Engine, load_engine
+from hicache_ray.events.publishing import KVEvents
 from hicache_ray.inspection import audit_of, status_of
 from hicache_ray.protocol import NEXT_STEP, StepRequest
 from hicache_ray.recover import Peer, Returning
@@ -67,6 +68,7 @@ class RankServer:
         self.reduction: ReductionGroup | None = None
         self.returning = Returning(self.cache)
         self.joined = False
+        self.events = KVEvents.of(self.cache, spec.config)
 
     def join(self, generation: int) -> int:
         """Enters the group's reduction of this generation, leaving an older one first; returns this process's id.
@@ -132,7 +134,10 @@ class RankServer:
     def restore(self, catalog: bytes, retained: bytes) -> int:
         """Takes the retained pages as the new tree; returns its digest."""
         faultpoints.reach("rank.restore")
-        return self.returning.restore(catalog, retained)
+        digest = self.returning.restore(catalog, retained)
+        if self.events is not None:
+            self.events.begin()
+        return digest
 
     def step(self, message: bytes, driver: int = 0) -> bytes:
         """One step: `StepRequest.encode()` in, `StepAnswer.encode()` out.
@@ -148,6 +153,8 @@ class RankServer:
         began = time.perf_counter()
         faultpoints.reach("rank.step")
         request = StepRequest.decode(message)
+        if not self.joined:
+            raise StaleGeneration(f"rank {self.spec.rank} was started again and has lost everything it held")
         if request.generation != self.cache.generation:
             raise StaleGeneration(
                 f"step of generation {request.generation}, the group is at generation {self.cache.generation}"
@@ -165,6 +172,8 @@ class RankServer:
         ended = time.perf_counter()
         answer.timings_us["engine"] = (prepared - began + ended - stepped) * 1e6
         answer.timings_us["total"] = (ended - began) * 1e6
+        if self.events is not None:
+            self.events.flush()
         faultpoints.reach("rank.answer")
         return answer.encode()
 
@@ -181,7 +190,11 @@ class RankServer:
     def status(self) -> dict[str, Any]:
         """State of this rank and of its process, between two steps."""
         info = self.ping()
-        return {**status_of(self.cache), "pid": info.pid, "node_id": info.node_id}
+        events = self.events.status() if self.events is not None else None
+        if events is not None:
+            for name in ("endpoint", "replay_endpoint"):
+                events[name] = events[name].replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
+        return {**status_of(self.cache), "pid": info.pid, "node_id": info.node_id, "events": events}
 
     def audit(self) -> dict[str, Any]:
         """Counts everything this rank owns anew, between two steps; `faults` says what does not add up."""
@@ -205,6 +218,8 @@ class RankServer:
         """Ends threads, leaves the reduction, closes the store. May be called twice."""
         self.leave()
         self.cache.close()
+        if self.events is not None:
+            self.events.close()
 
     def _reduce(self, vector: np.ndarray, driver: int) -> np.ndarray:
         faultpoints.reach("rank.reduce")

@@ -18,6 +18,10 @@ def status_lines(name: str, ranks: Sequence[dict[str, Any]]) -> list[str]:
         f"  L3        {storage['backend'] or 'none'}, {storage['state']}",
         f"  policies  {', '.join(f'{policy} = {value_text(value)}' for policy, value in policies.items())}",
     ]
+    events = first.get("events")
+    if events is not None:
+        replays = f", replays at {events['replay_endpoint']}" if events["replay_endpoint"] else ""
+        lines.append(f"  events    {events['endpoint']}{replays}; {events['lost']} batches lost")
     for row in ranks:
         requests = row["requests"]
         flying = ", ".join(f"{count} {kind}" for kind, count in row["in_flight"].items() if count) or "nothing"

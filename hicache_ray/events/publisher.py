@@ -42,7 +42,7 @@ class PublisherOptions:
             does. Port `*` is any free one.
         replay_endpoint: bound; "" for none.
         topic: first frame of every message.
-        encoding: of `wire.ENCODINGS`.
+        encoding: of `config_names.KV_EVENT_ENCODINGS`.
         kept_batches: batches that can be replayed.
         queued_batches: batches that may wait for the publisher's thread; beyond them one is lost, and its number with
             it, so that subscribers see the gap.

@@ -121,8 +121,9 @@ class KVEventSubscriber:
         if received.sequence <= self._replayed_to:
             return
         self._replayed_to = -1  # the stream is past what it has in common with the replay
-        if self.expected is not None and received.sequence > self.expected and self._replay_endpoint:
-            missed = self._replay(self.expected)
+        expected = self.expected or 0
+        if received.sequence > expected and self._replay_endpoint:
+            missed = self._replay(expected)
             self._ready.extend(numbered for numbered in missed if numbered.sequence < received.sequence)
         self._ready.append(received)
 

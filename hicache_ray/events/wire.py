@@ -17,7 +17,6 @@ import msgpack
 from hicache_ray.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Token
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 
-ENCODINGS = ("array", "map")
 MAX_PAYLOAD_BYTES = 256 << 20
 
 _STORED_FIELDS = (
@@ -41,7 +40,7 @@ class EventFormatError(ValueError):
 
 
 def encode_batch(batch: EventBatch, encoding: str = "array") -> bytes:
-    """A batch as a payload; `encoding` is one of ENCODINGS."""
+    """A batch as a payload; `encoding` is one of `config_names.KV_EVENT_ENCODINGS`."""
     events = [_packed(event, encoding) for event in batch.events]
     return msgpack.packb([batch.timestamp, events, batch.data_parallel_rank])
 
