@@ -63,6 +63,11 @@ def _check_layout(config: HiCacheConfig) -> None:
         raise ConfigError(f"hicache_io_backend kernel_ascend needs an NPU, device is {config.device}; use kernel")
     if layout == "page_head" and config.attention == "mla":
         raise ConfigError("hicache_mem_layout page_head sorts a page by heads, and mla has none; use page_first")
+    if layout == "page_first_kv_split" and config.attention == "mla" and config.hicache_storage_backend:
+        raise ConfigError(
+            "hicache_mem_layout page_first_kv_split keeps an mla page in two parts of different size, which no storage "
+            "backend takes; use page_first_direct"
+        )
 
 
 def _check_parallel_shape(config: HiCacheConfig) -> None:

@@ -142,6 +142,11 @@ REFUSED = {
         {IO: "kernel_ascend", LAYOUT: "page_first_direct"},
         "kernel_ascend needs an NPU, device is cpu",
     ),
+    "mla_kv_split_with_a_store": (
+        Capabilities(npu=True),
+        {"attention": "mla", LAYOUT: "page_first_kv_split", IO: "kernel_ascend", "hicache_storage_backend": "ray"},
+        "two parts of different size, which no storage backend takes; use page_first_direct",
+    ),
     "kernel_kv_split": (
         CPU,
         {LAYOUT: "page_first_kv_split"},
