@@ -89,3 +89,19 @@ def test_all_ranks_killed_at_once_start_empty_and_find_their_pages_in_l3(group: 
         os.kill(pid, signal.SIGKILL)
     serve_until_restarted(group, requests("all-"))
     serves_again(group, "anew-")
+
+
+@pytest.mark.chaos
+def test_a_hung_supervisor_is_replaced_by_those_who_need_it(running: Service, group: TPGroup) -> None:
+    """SIGSTOP: it neither answers nor dies, and neither does the rank that hangs meanwhile."""
+    supervisor = ray.get_actor(supervisor_name(running.name), namespace=RAY_NAMESPACE)
+    pid = ray.get(supervisor.__ray_call__.options(concurrency_group="status").remote(_process_id))
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(group.pids[0], signal.SIGSTOP)
+    serve_until_restarted(group, requests("silent-"))
+    assert ray.get(supervisor.__ray_call__.options(concurrency_group="status").remote(_process_id)) != pid
+    serves_again(group, "spoken-")
+
+
+def _process_id(actor: object) -> int:
+    return os.getpid()

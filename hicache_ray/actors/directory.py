@@ -5,6 +5,7 @@ The record outlives the process that wrote it, so whoever finds one still has to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 
 KV_NAMESPACE = b"hicache_ray.services"  # without a colon: Ray cuts the keys it lists at the first one
 GENERATIONS = b"hicache_ray.generations"
+RANKS = b"hicache_ray.ranks"
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ def look_up(name: str) -> ServiceRecord | None:
 
 
 def forget(name: str) -> None:
-    """Drops a service's record and its groups' generations; nothing happens when there is none."""
+    """Drops a service's record and what is known of its groups; nothing happens when there is none."""
     _internal_kv_del(name.encode(), namespace=KV_NAMESPACE)
-    _internal_kv_del(f"{name}:".encode(), del_by_prefix=True, namespace=GENERATIONS)
+    for namespace in (GENERATIONS, RANKS):
+        _internal_kv_del(f"{name}:".encode(), del_by_prefix=True, namespace=namespace)
 
 
 def publish_generation(group: str, generation: int) -> None:
@@ -62,6 +65,17 @@ def publish_generation(group: str, generation: int) -> None:
 def generation_of(group: str) -> int:
     """The generation a group was last known to be at; 0 when it has none."""
     return int(_internal_kv_get(group.encode(), namespace=GENERATIONS) or b"0")
+
+
+def publish_ranks(group: str, places: Sequence[tuple[int, str]]) -> None:
+    """Notes the process id and node of each rank of a group, in rank order: where to end one that hangs."""
+    _internal_kv_put(group.encode(), msgpack.packb([list(place) for place in places]), overwrite=True, namespace=RANKS)
+
+
+def ranks_of(group: str) -> list[tuple[int, str]]:
+    """What was last noted by `publish_ranks`; empty when nothing was."""
+    packed = _internal_kv_get(group.encode(), namespace=RANKS)
+    return [(pid, node) for pid, node in msgpack.unpackb(packed)] if packed else []
 
 
 def names() -> list[str]:

@@ -17,12 +17,12 @@ KILL_TIMEOUT = 10.0
 
 
 def kill_worker(pid: int) -> bool:
-    """SIGKILL to a Ray worker process on this node; True when there was one. Other processes are never touched."""
+    """SIGKILL to a rank's process on this node; True when there was one. Other processes are never touched."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    if b"ray::" not in command:
+    if b"ray::RankServer" not in command:
         return False
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -26,6 +26,10 @@ logger = logging.getLogger("hicache_ray.recovery")
 ATTEMPTS = 3
 
 
+Place = tuple[int, str]
+"""Process id and node of a rank."""
+
+
 class RankInfo(NamedTuple):
     """What a rank says about itself: `fresh` until it has joined a generation."""
 
@@ -60,6 +64,7 @@ class Recovered:
     Attributes:
         generation: the group's new one.
         pids: of the ranks, in rank order.
+        places: process ids and nodes of the ranks, in rank order.
         fresh: ranks that had lost everything.
         pages, retained: pages in the agreed catalog, and how many of them all ranks have.
         seconds: from the call to the end.
@@ -67,6 +72,7 @@ class Recovered:
 
     generation: int
     pids: tuple[int, ...]
+    places: tuple[Place, ...]
     fresh: tuple[int, ...]
     pages: int
     retained: int
@@ -90,9 +96,9 @@ class Recovery:
         self.actors = tuple(actors)
         self.shares_bytes = shares_bytes
         self.limits = limits
-        self._known: dict[int, RankInfo] = {}
+        self._known: dict[int, Place] = {}
 
-    def run(self, generation: int, known: Sequence[RankInfo] = ()) -> Recovered:
+    def run(self, generation: int, known: Sequence[Place] = ()) -> Recovered:
         """Rebuilds the group as `generation`, or a later one if that takes several attempts.
 
         Args:
@@ -125,7 +131,8 @@ class Recovery:
             pages, retained = self._restore(survivors, claim)
         pids = self._all("join", self.limits.start, everyone, generation)
         fresh = tuple(rank for rank in everyone if ranks[rank].fresh)
-        return Recovered(generation, tuple(pids), fresh, pages, retained, time.monotonic() - began)
+        places = tuple((info.pid, info.node_id) for info in ranks)
+        return Recovered(generation, tuple(pids), places, fresh, pages, retained, time.monotonic() - began)
 
     def _restore(self, survivors: list[int], claim: float) -> tuple[int, int]:
         everyone = range(len(self.actors))
@@ -158,7 +165,7 @@ class Recovery:
             silent = [rank for rank in silent if rank not in answers]
         if silent:
             raise GroupError(f"group {self.name}: ranks {silent} did not come up within {self.limits.start:g} s")
-        self._known.update(answers)
+        self._known.update({rank: (info.pid, info.node_id) for rank, info in answers.items()})
         return [answers[rank] for rank in range(len(self.actors))]
 
     def _answers(self, method: str, timeout: float, ranks: Sequence[int], *arguments: Any) -> dict[int, Any]:
@@ -182,8 +189,7 @@ class Recovery:
 
     def _end(self, rank: int) -> None:
         """Ends a rank's process where it was last seen; Ray starts the actor again."""
-        info = self._known.get(rank)
-        if info is not None:
-            kill_rank(info.pid, info.node_id)
+        if rank in self._known:
+            kill_rank(*self._known[rank])
         else:
             ray.kill(self.actors[rank], no_restart=False)

@@ -12,10 +12,10 @@ import time
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from hicache_ray import faultpoints
-from hicache_ray.actors.directory import generation_of, look_up, publish_generation
+from hicache_ray.actors.directory import generation_of, look_up, publish_generation, publish_ranks, ranks_of
 from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.names import RAY_NAMESPACE, group_name, rank_name, supervisor_name
 from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery, RecoveryLimits
@@ -139,8 +139,17 @@ class SupervisorServer:
                 infos[refs[ref]] = ray.get(ref)
             except RayError as error:
                 logger.debug("rank %d of %s does not answer: %s", refs[ref], group, error)
-        self._seen.setdefault(group, {}).update({rank: info for rank, info in infos.items() if not info.fresh})
+        self._note(group, {rank: info for rank, info in infos.items() if not info.fresh})
         return infos
+
+    def _note(self, group: str, infos: dict[int, RankInfo]) -> None:
+        """Remembers where the ranks are, also for this supervisor's successor: who hangs can't be asked."""
+        seen = self._seen.setdefault(group, {})
+        before = [seen[rank].pid for rank in sorted(seen)]
+        seen.update(infos)
+        places = [(seen[rank].pid, seen[rank].node_id) for rank in sorted(seen)]
+        if len(places) == self._size(group) and [pid for pid, _ in places] != before:
+            publish_ranks(group_name(self.service, group), places)
 
     def _recover(self, group: str) -> Recovered:
         noticed, full = time.time(), group_name(self.service, group)
@@ -151,15 +160,14 @@ class SupervisorServer:
         actors = [self._actor(group, rank) for rank in range(self._size(group))]
         shares = record.config["attention"] == "mla"
         known = self._seen.get(group, {})
-        infos = [known[rank] for rank in range(len(actors))] if len(known) == len(actors) else []
         begin = max([generation_of(full), *(info.generation for info in known.values())]) + 1
         try:
-            recovered = Recovery(full, actors, shares_bytes=shares, limits=RecoveryLimits()).run(begin, infos)
+            recovered = Recovery(full, actors, shares_bytes=shares, limits=RecoveryLimits()).run(begin, ranks_of(full))
         except GroupError as error:
             self._remember(Heal(group, noticed, time.time(), begin, (), 0, 0, str(error)))
             raise
         publish_generation(full, recovered.generation)
-        self._seen[group] = {}
+        publish_ranks(full, recovered.places)
         self._remember(
             Heal(
                 group,
@@ -188,9 +196,16 @@ class SupervisorServer:
 class SupervisorClient:
     """A service's supervisor as its users see it; outlasts the supervisor's restarts."""
 
-    def __init__(self, service: str, timeout: float = 120.0) -> None:
+    def __init__(self, service: str, timeout: float = 120.0, patience: float = 5.0) -> None:
+        """
+        Args:
+            service: whose supervisor.
+            timeout: seconds that a rebuild may take.
+            patience: seconds without a sign of life after which the supervisor counts as hung.
+        """
         self.service = service
         self.timeout = timeout
+        self.patience = patience
 
     @classmethod
     def start(cls, service: str, *, detached: bool) -> SupervisorClient:
@@ -209,16 +224,36 @@ class SupervisorClient:
     _owned: Any = None
 
     def recover(self, group: str, seen: int) -> tuple[int, tuple[int, ...]]:
-        """As `SupervisorServer.recover`; asks again when the supervisor itself died meanwhile."""
+        """As `SupervisorServer.recover`; asks again when the supervisor itself died, and ends one that hangs.
+
+        Raises:
+            GroupError: the group can't be rebuilt, or no supervisor answered in time.
+        """
         deadline = time.monotonic() + self.timeout
-        while True:
+        while time.monotonic() < deadline:
             try:
-                ref = self._actor().recover.remote(group, seen)
-                return ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))
+                actor = self._actor()
+                ref = actor.recover.remote(group, seen)
+                while not ray.wait([ref], timeout=self.patience)[0]:
+                    if time.monotonic() >= deadline:
+                        break
+                    self._end_if_silent(actor)
+                else:
+                    return ray.get(ref)
             except RayActorError as error:
-                if time.monotonic() >= deadline:
-                    raise GroupError(f"group {group}: no supervisor answered within {self.timeout:g} s") from error
+                logger.info("the supervisor of %s is away: %s", self.service, error)
                 threading.Event().wait(0.2)
+            except RayTaskError as error:
+                raise GroupError(f"group {group} can't be rebuilt: {error.cause}") from error
+        raise GroupError(f"group {group}: no supervisor answered within {self.timeout:g} s")
+
+    def _end_if_silent(self, actor: Any) -> None:
+        """A supervisor that gives no sign of life beside its work is ended: Ray starts it again."""
+        try:
+            ray.get(actor.history.remote(), timeout=self.patience)
+        except GetTimeoutError:
+            logger.warning("the supervisor of %s is silent and is started again", self.service)
+            ray.kill(actor, no_restart=False)
 
     def history(self) -> list[Heal]:
         """The rebuilds since the supervisor's process began."""
