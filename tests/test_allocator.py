@@ -75,6 +75,22 @@ def test_a_page_that_is_not_held_cannot_be_freed(pages: list[int], message: str)
     assert allocator.free_pages == 8
 
 
+@pytest.mark.parametrize("twice", [0, 254, 255, 700])
+def test_a_page_named_twice_in_a_long_call(twice: int) -> None:
+    """Case 57. Also where the two are far apart; then none of the call was taken back."""
+    allocator = PageAllocator(1_000, 1)
+    held = allocator.alloc(800)
+    assert held is not None
+    with pytest.raises(PageError, match=f"page {twice} is named more than once"):
+        allocator.free(np.append(held, twice))
+    assert allocator.free_pages == 200 and allocator.is_held(held)
+    with pytest.raises(PageError, match="page 900 is free already"):
+        allocator.free(np.append(held, 900))
+    allocator.check_integrity()
+    allocator.free(held)
+    assert allocator.free_pages == 1_000
+
+
 def test_an_empty_pool() -> None:
     allocator = PageAllocator(0, 4)
     assert allocator.alloc(1) is None
