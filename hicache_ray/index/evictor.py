@@ -7,7 +7,7 @@ from hicache_ray.index.transfers import Transfers, concatenated
 from hicache_ray.index.types import IndexStats
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.node import Node, Pages
-from hicache_ray.radix.tree import RadixTree
+from hicache_ray.radix.tree import RadixTree, is_device_candidate
 
 
 class Evictor:
@@ -39,9 +39,11 @@ class Evictor:
         tree, write_back, sink = self._tree, self.write_back, self._events.sink
         freed: list[Pages] = []
         kept: list[Node] = []
+        promoted: Node | None = None
         count = 0
         while count < pages:
-            node = tree.device_candidates.pop()
+            node = tree.device_candidates.pop(promoted)
+            promoted = None
             if node is None:
                 break
             reason = "evicted"
@@ -53,10 +55,13 @@ class Evictor:
             if sink is not None:
                 sink("removed", "device", node, reason)
             count += node.pages
+            parent = node.parent
             freed.append(tree.clear_device(node))
             if node.host_value is None:
                 tree.remove(node)
-        for node in kept:
+            if parent is not None and parent is not tree.root and is_device_candidate(parent):
+                promoted = parent  # case 35
+        for node in kept if promoted is None else (promoted, *kept):
             tree.offer_device(node)
         if freed:
             self._device.free(concatenated(freed))

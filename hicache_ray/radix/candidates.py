@@ -54,9 +54,20 @@ class CandidateQueue:
         if len(run) + len(heap) > self._limit:
             self._drop_outdated()
 
-    def pop(self) -> Node | None:
-        """Takes out the candidate that goes first; None when there is none."""
+    def pop(self, newcomer: Node | None = None) -> Node | None:
+        """Takes out the candidate that goes first; None when there is none.
+
+        Args:
+            newcomer: a candidate that is not queued yet. It is, unless it goes first itself: of an evicted node the
+                parent mostly is next.
+        """
         run, heap = self._run, self._heap
+        if newcomer is not None:
+            first = (self._key(newcomer), newcomer.seq)
+            if not (run and run[0][:2] < first) and not (heap and heap[0][:2] < first):
+                newcomer.queue_entry = None
+                return newcomer
+            self.offer(newcomer)
         while True:
             if run and (not heap or run[0] < heap[0]):
                 entry = run.popleft()

@@ -28,6 +28,7 @@ class Node:
         value: L1 page of each page, or None when the node is not on the device.
         host_value: L2 page of each page, or None. Set when a write begins; the write's lock keeps it whole meanwhile.
         hash_value: page hash of each page, or None in a tree without hashes.
+        stored: whether its pages were sent to L3, or came from there.
         lock_ref: locks that were taken on this node. A lock holds the whole path: see `locked`.
         locked_children: children that are locked. So a lock is passed up only as far as nothing was locked yet.
         host_ref_counter: operations that end at this node and need its host copy. The ancestors are safe through
@@ -65,6 +66,7 @@ class Node:
         "priority",
         "queue_entry",
         "seq",
+        "stored",
         "value",
     )
 
@@ -80,6 +82,7 @@ class Node:
         self.value: Pages | None = None
         self.host_value: Pages | None = None
         self.hash_value: list[bytes] | None = None
+        self.stored = False
         self.lock_ref = self.locked_children = self.host_ref_counter = self.hit_count = self.device_children = 0
         self.queue_entry: tuple[Any, int, Node] | None = None
         self.contribution = 0

@@ -192,6 +192,7 @@ class RadixTree:
         upper = Node(self._new_seq(), parent, node.key[:cut], pages, self.tick, node.priority)
         upper.namespace = node.namespace
         upper.locked_children, upper.hit_count = int(node.locked), node.hit_count
+        upper.stored = node.stored
         if parent.branches is not None:
             parent.branches[self._head(node)] = upper
         else:
@@ -250,15 +251,16 @@ class RadixTree:
             self.device_candidates.offer(node)
 
     def clear_device(self, node: Node) -> Pages:
-        """The node leaves the device; its L1 pages are returned. Its parent and it may become candidates (case 35)."""
+        """The node leaves the device; its L1 pages are returned.
+
+        It may become a candidate on the host. That its parent may become one on the device is left to the caller.
+        """
         parent, value, pages = node.parent, node.value, node.pages
         assert parent is not None and value is not None
         node.value = None
         parent.device_children -= 1
         self.device_pages -= pages
         self.evictable_pages -= pages
-        if not (parent.device_children or parent.lock_ref or parent.locked_children) and parent is not self.root:
-            self.device_candidates.offer(parent)
         if node.host_value is not None and node.only_child is None:
             self.offer_host(node)
         if self._digest.notes is not None:
@@ -331,8 +333,10 @@ class RadixTree:
             node, parent = parent, parent.parent  # type: ignore[assignment]
         self.evictable_pages += newly
         self.protected_pages -= newly
-        if not bottom.device_children:
+        if bottom.value is None:
             self.reorder(bottom)
+        elif not bottom.device_children:
+            self.device_candidates.offer(bottom)
 
     def protect(self, node: Node) -> None:
         """Keeps a node's host copy, and so those above it, until `release`."""
