@@ -224,5 +224,6 @@ def _start_storage(name: str, config: HiCacheConfig, detached: bool) -> StorageP
             replicas=config.storage_replicas,
             namespace=RAY_NAMESPACE,
             detached=detached,
+            metrics=config.enable_metrics,
         )
     )

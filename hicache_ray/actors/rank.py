@@ -22,6 +22,7 @@ from hicache_ray.config import HiCacheConfig
 from hicache_ray.engine import Engine, load_engine
 from hicache_ray.events.publishing import KVEvents
 from hicache_ray.inspection import audit_of, status_of
+from hicache_ray.metrics import RankMetrics, RayExporter
 from hicache_ray.protocol import NEXT_STEP, StepRequest
 from hicache_ray.recover import Peer, Returning
 
@@ -69,6 +70,9 @@ class RankServer:
         self.returning = Returning(self.cache)
         self.joined = False
         self.events = KVEvents.of(self.cache, spec.config)
+        service, _, group = spec.group.partition(":")
+        self.metrics = RankMetrics(self.cache, self.events, service=service, group=group)
+        self.exporter = RayExporter(self.metrics.registry, self.metrics.collect) if spec.config.enable_metrics else None
 
     def join(self, generation: int) -> int:
         """Enters the group's reduction of this generation, leaving an older one first; returns this process's id.
@@ -174,6 +178,8 @@ class RankServer:
         answer.timings_us["total"] = (ended - began) * 1e6
         if self.events is not None:
             self.events.flush()
+        if self.exporter is not None:
+            self.metrics.observe(answer)
         faultpoints.reach("rank.answer")
         return answer.encode()
 
@@ -200,6 +206,11 @@ class RankServer:
         """Counts everything this rank owns anew, between two steps; `faults` says what does not add up."""
         return audit_of(self.cache).as_dict()
 
+    def snapshot(self) -> dict[str, list[dict[str, Any]]]:
+        """This rank's metrics now (`metrics.Registry.snapshot`)."""
+        self.metrics.collect()
+        return self.metrics.registry.snapshot()
+
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, and the ledger of its pools; plain numbers under stable names."""
         return self.cache.stats()
@@ -217,6 +228,8 @@ class RankServer:
     def close(self) -> None:
         """Ends threads, leaves the reduction, closes the store. May be called twice."""
         self.leave()
+        if self.exporter is not None:
+            self.exporter.close()
         self.cache.close()
         if self.events is not None:
             self.events.close()

@@ -128,6 +128,10 @@ class RuntimeControl:
         """State of every rank, by rank (`inspection.status_of`), with `pid` and `node_id`."""
         return self._call("status")
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """Metrics of every rank, by rank; `metrics.exposition` makes Prometheus text of them."""
+        return self._call("snapshot")
+
     def audit(self) -> list[dict[str, Any]]:
         """Audit of every rank, by rank (`inspection.RankAudit`); `faults` says what does not add up. Replicas are
         compared where all ranks were counted at the same step."""

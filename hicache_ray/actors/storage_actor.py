@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from hicache_ray.metrics import RayExporter, ShardMetrics
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.arena_files import SHARED_MEMORY, Process, arena_path, sweep
 from hicache_ray.storage.arena_layout import ArenaError, ArenaGeometry, ArenaLocked
@@ -47,6 +48,7 @@ class StorageActorSpec:
         lease_seconds: after which a silent client's leases and reservations end.
         folder: where the arena lies; must be in memory.
         detached: whether the actor outlives the driver that made it.
+        metrics: whether it exports its counters through Ray's metrics.
     """
 
     service: str
@@ -60,6 +62,7 @@ class StorageActorSpec:
     lease_seconds: float = 30.0
     folder: str = str(SHARED_MEMORY)
     detached: bool = False
+    metrics: bool = True
 
 
 class StorageActorInfo(NamedTuple):
@@ -105,6 +108,8 @@ class StorageActor:
         membership = PoolDirectory(spec.service, spec.namespace).read()
         self._service = ShardService(shard, membership or Membership(0, (spec.member,)))
         self._near = SocketServer(self._service)
+        self._metrics = ShardMetrics(shard.stats, pool=spec.service, member=spec.member)
+        self._exporter = RayExporter(self._metrics.registry, self._metrics.collect) if spec.metrics else None
         self._start_seconds = time.perf_counter() - started
 
     @ray.method(concurrency_group="ctl")

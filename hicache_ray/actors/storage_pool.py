@@ -65,6 +65,7 @@ class StoragePoolConfig:
         nodes: ids of the nodes for the actors, in turn; empty: all living nodes, the driver's first.
         segment_bytes, lease_seconds, folder: see `StorageActorSpec`.
         start_timeout: seconds until every actor must be ready.
+        metrics: the actors export their counters through Ray's metrics.
     """
 
     name: str = DEFAULT_POOL
@@ -80,6 +81,7 @@ class StoragePoolConfig:
     lease_seconds: float = 30.0
     folder: str = str(SHARED_MEMORY)
     start_timeout: float = 120.0
+    metrics: bool = True
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -352,6 +354,7 @@ def _spec_of(config: StoragePoolConfig, handle: StoragePoolHandle, token: str) -
         lease_seconds=config.lease_seconds,
         folder=config.folder,
         detached=config.detached,
+        metrics=config.metrics,
     )
 
 

@@ -19,6 +19,7 @@ from hicache_ray.actors.directory import generation_of, look_up, publish_generat
 from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.names import RAY_NAMESPACE, group_name, rank_name, supervisor_name
 from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery, RecoveryLimits
+from hicache_ray.metrics import HealMetrics, RayExporter
 
 _remote: Any = ray.remote
 """Untyped: Ray's stubs do not know concurrency groups."""
@@ -60,6 +61,8 @@ class SupervisorServer:
         self.period = period
         self.patience = patience
         self.heals: list[Heal] = []
+        self.metrics = HealMetrics(service)
+        self._exporter: RayExporter | None = None
         self._one_at_a_time = threading.Lock()
         self._seen: dict[str, dict[int, RankInfo]] = {}
         self._silent_since: dict[tuple[str, int], float] = {}
@@ -183,6 +186,10 @@ class SupervisorServer:
 
     def _remember(self, heal: Heal) -> None:
         self.heals = [*self.heals[-HISTORY + 1 :], heal]
+        self.metrics.observe(heal.group, heal.healed_at - heal.noticed_at, healed=not heal.error)
+        record = look_up(self.service)
+        if self._exporter is None and record is not None and record.config["enable_metrics"]:
+            self._exporter = RayExporter(self.metrics.registry)
         logger.warning("group %s: %s", heal.group, heal)
 
     def _size(self, group: str) -> int:

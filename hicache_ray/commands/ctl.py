@@ -140,6 +140,21 @@ def audit(settings: dict[str, Any], read_pages: bool, group: str | None) -> None
 @command.command()
 @_group_option
 @click.pass_obj
+def metrics(settings: dict[str, Any], group: str | None) -> None:
+    """Print the metrics of every rank, as Prometheus text; Ray exports the same."""
+    from hicache_ray.metrics import exposition
+
+    with _service(settings) as service:
+        rows = {name: service.group(name).metrics() for name in _groups(service, group)}
+    if settings["as_json"]:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        click.echo(exposition(snapshot for ranks in rows.values() for snapshot in ranks), nl=False)
+
+
+@command.command()
+@_group_option
+@click.pass_obj
 def heals(settings: dict[str, Any], group: str | None) -> None:
     """Print each rebuild of a group since the supervisor started."""
     with _service(settings) as service:

@@ -67,7 +67,8 @@ class KVEventPublisher:
     Attributes:
         endpoint, replay_endpoint: what is bound or connected to, wildcard ports filled in.
         next_sequence: of the next batch.
-        lost: batches that were not sent: the queue was full, or a batch could not be encoded.
+        published: batches that were sent.
+        lost: batches that were not: the queue was full, or a batch could not be encoded.
     """
 
     def __init__(self, options: PublisherOptions | None = None, *, first_sequence: int | None = None) -> None:
@@ -78,7 +79,7 @@ class KVEventPublisher:
         """
         self.options = options or PublisherOptions()
         self.next_sequence = time.time_ns() // 1_000_000 << CLOCK_BITS if first_sequence is None else first_sequence
-        self.lost = 0
+        self.published = self.lost = 0
         self._topic = self.options.topic.encode()
         self._queue: deque[_Numbered] = deque()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=self.options.kept_batches)
@@ -160,6 +161,7 @@ class KVEventPublisher:
             self._count_lost("event batch %d could not be sent", sequence, exc_info=True)
             return
         self._kept.append((sequence, payload))
+        self.published += 1
 
     def _answer_replay(self) -> None:
         assert self._replay is not None

@@ -63,6 +63,7 @@ class KVEvents:
             "replay_endpoint": publisher.replay_endpoint,
             "topic": publisher.options.topic,
             "next_sequence": publisher.next_sequence,
+            "published": publisher.published,
             "lost": publisher.lost,
         }
 

@@ -25,6 +25,7 @@ from hicache_ray.cache import HiRadixCache
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.engine import Engine, load_engine
 from hicache_ray.inspection import audit_of, status_of
+from hicache_ray.metrics import RankMetrics
 from hicache_ray.progress import Progress
 from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest
 
@@ -148,6 +149,7 @@ class LocalGroup(RuntimeControl):
             "audit": lambda cache: audit_of(cache).as_dict(),
             "discard_storage": lambda cache, ticket: cache.stores.discard(ticket),
             "prepare_storage": control.prepare_storage,
+            "snapshot": lambda cache: _metrics(cache, self.name),
             "status": status_of,
         }
         return [calls[method](cache, *arguments) for cache in self.caches]
@@ -192,3 +194,10 @@ class LocalGroup(RuntimeControl):
                     f"in {', '.join(differing)}"
                 )
                 raise self.broken
+
+
+def _metrics(cache: HiRadixCache, name: str) -> dict[str, list[dict[str, Any]]]:
+    """The metrics of a rank that come from its own counters; nobody counts its steps."""
+    metrics = RankMetrics(cache, service="local", group=name)
+    metrics.collect()
+    return metrics.registry.snapshot()
