@@ -28,6 +28,7 @@ POINTS = {
     "channel.call": "a client calls a storage actor; the peer is the actor",
     "actor.exists": "a storage actor looks pages up",
     "actor.reserve": "a storage actor gives slots to write to",
+    "actor.offer": "a storage actor is offered pages by another one",
     "actor.commit": "a storage actor makes written pages visible",
     "actor.acquire": "a storage actor leases pages to a client on its node",
     "actor.read": "a storage actor sends pages to a client on another node",

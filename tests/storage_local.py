@@ -18,6 +18,7 @@ from hicache_ray.storage.channel import ChannelError, ChannelLost, ChannelTimeou
 from hicache_ray.storage.member import Member
 from hicache_ray.storage.membership import Membership
 from hicache_ray.storage.pool_client import PoolClient
+from hicache_ray.storage.rebalance import Rebalancer
 from hicache_ray.storage.service import ShardService
 from hicache_ray.storage.shard import Shard
 
@@ -42,14 +43,26 @@ class LocalActor:
         self.clock = clock
         self._pages = pages
         self._path = path
-        self._membership = membership
+        self.membership = membership
         self.calls: list[str] = []
         self.faults: dict[str, Callable[[], None]] = {}
         self.alive = True
+        self.rebalancer: Rebalancer | None = None
         self.service = self._serve(Arena.create(path, ArenaGeometry(pages, PAGE)))
 
     def _serve(self, arena: Arena) -> ShardService:
-        return ShardService(Shard(arena, clock=self.clock), self._membership)
+        return ShardService(Shard(arena, clock=self.clock), self.membership)
+
+    def balance(self) -> bytes:
+        assert self.rebalancer is not None
+        return self.rebalancer.balance()
+
+    def set_membership(self, message: bytes) -> int:
+        return (self.rebalancer or self.service).set_membership(message)
+
+    def rebalance(self) -> int:
+        assert self.rebalancer is not None
+        return self.rebalancer.request()
 
     def kill(self) -> None:
         self.alive = False
@@ -73,7 +86,7 @@ class LocalActor:
         fault = self.faults.pop(method, None)
         if fault is not None:
             fault()
-        return getattr(self if method == "describe" else self.service, method)(*args)
+        return getattr(self if hasattr(self, method) else self.service, method)(*args)
 
 
 class LocalPending:
@@ -127,23 +140,30 @@ class LocalPool:
         counters = StorageCounters()
 
         def connect(name: str) -> Member:
-            breaker = Breaker(1.0, 4.0, clock=self.clock)
-            channel = LocalChannel(self.actors[name])
-            return Member(name, channel, breaker, counters, call_timeout=1.0, use_shm=use_shm, prefault=False)
+            return self.member(name, counters, use_shm=use_shm)
 
-        client = PoolClient(self.membership, connect, counters, copy_threads)
+        client = PoolClient(self.membership, connect, counters, copy_threads, self.read_directory, self.clock)
         for member in client.members:
             member.attach(Deadline(1.0), wait=True)
         return client
 
+    def read_directory(self) -> Membership | None:
+        """What a client finds when it looks for the newest membership."""
+        return self.membership
+
+    def member(self, name: str, counters: StorageCounters, *, use_shm: bool = True) -> Member:
+        """A connection to an actor."""
+        breaker, channel = Breaker(1.0, 4.0, clock=self.clock), LocalChannel(self.actors[name])
+        return Member(name, channel, breaker, counters, call_timeout=1.0, use_shm=use_shm, prefault=False)
+
     def change(self, membership: Membership) -> None:
         """Make it the membership that all members know."""
         self.membership = membership
-        for name in membership.members:
+        for name in membership.everyone:
             if name not in self.actors:
                 self.actors[name] = self._actor(name)
         for actor in self.actors.values():
-            actor.service.set_membership(membership.pack())
+            actor.set_membership(membership.pack())
 
     def check(self) -> None:
         for actor in self.actors.values():

@@ -258,7 +258,7 @@ def test_clients_learn_a_new_membership_from_a_refusal(pool: LocalPool, use_shm:
     assert put(client, NUMBERS) == get(client, NUMBERS) == [True] * 40
     assert client.membership.epoch == 2 and len(client.members) == 3
     assert pool.actors["c"].service.shard.stats().pages > 5
-    pool.change(pool.membership.left_by("a"))
+    pool.change(pool.membership.without("a"))
     assert put(client, NUMBERS) == exists(client, NUMBERS) == [True] * 40
     assert [member.name for member in client.members] == ["b", "c"]
     pool.check()

@@ -47,6 +47,9 @@ class Service:
     def report(self, message: bytes) -> bytes:
         return message
 
+    def offer(self, message: bytes) -> bytes:
+        return message
+
 
 @pytest.fixture
 def service() -> Service:

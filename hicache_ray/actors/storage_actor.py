@@ -20,10 +20,14 @@ from hicache_ray.metrics import RayExporter, ShardMetrics
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.arena_files import SHARED_MEMORY, Process, arena_path, sweep
 from hicache_ray.storage.arena_layout import ArenaError, ArenaGeometry, ArenaLocked
-from hicache_ray.storage.base import Bytes
+from hicache_ray.storage.base import Bytes, StorageCounters
+from hicache_ray.storage.breaker import Breaker
+from hicache_ray.storage.member import Member
 from hicache_ray.storage.membership import Membership
 from hicache_ray.storage.pool_options import actor_name
-from hicache_ray.storage.ray_channel import PoolDirectory
+from hicache_ray.storage.ray_channel import PoolDirectory, RayChannel
+from hicache_ray.storage.rebalance import Rebalancer
+from hicache_ray.storage.rebalance_plan import BalanceReport, RebalanceOptions
 from hicache_ray.storage.service import ShardService
 from hicache_ray.storage.shard import NamespaceLimit, Shard, ShardStats
 from hicache_ray.storage.socket_server import SocketServer
@@ -48,6 +52,7 @@ class StorageActorSpec:
         lease_seconds: after which a silent client's leases and reservations end.
         folder: where the arena lies; must be in memory.
         detached: whether the actor outlives the driver that made it.
+        rebalance: how much of its time moving pages may take.
         metrics: whether it exports its counters through Ray's metrics.
     """
 
@@ -62,11 +67,13 @@ class StorageActorSpec:
     lease_seconds: float = 30.0
     folder: str = str(SHARED_MEMORY)
     detached: bool = False
+    rebalance: RebalanceOptions = field(default_factory=RebalanceOptions)
     metrics: bool = True
 
 
 class StorageActorInfo(NamedTuple):
-    """What an actor says about itself; `start_seconds` is the time it took to make or open its arena and touch it."""
+    """What an actor says about itself; `start_seconds` is the time it took to make or open its arena and touch it,
+    `balance` how far it is with moving pages to where they belong."""
 
     member: str
     pid: int
@@ -77,6 +84,7 @@ class StorageActorInfo(NamedTuple):
     reopened_pages: int
     reconstructed: bool
     start_seconds: float
+    balance: BalanceReport
 
 
 ACTOR_OPTIONS: Mapping[str, Any] = {
@@ -105,9 +113,19 @@ class StorageActor:
         sweep(Path(spec.folder), _Staleness())
         self._arena = self._open_arena()
         shard = Shard(self._arena, policy=spec.policy, limits=spec.limits, lease_seconds=spec.lease_seconds)
-        membership = PoolDirectory(spec.service, spec.namespace).read()
-        self._service = ShardService(shard, membership or Membership(0, (spec.member,)))
+        directory = PoolDirectory(spec.service, spec.namespace)
+        self._service = ShardService(shard, directory.read() or Membership(0, (spec.member,)))
         self._near = SocketServer(self._service)
+        self._rebalancer = Rebalancer(
+            spec.member,
+            self._service,
+            self._connect,
+            directory,
+            spec.rebalance,
+            returned=self._reconstructed,
+            on_gone=self._end,
+        )
+        self._rebalancer.start()
         self._metrics = ShardMetrics(shard.stats, pool=spec.service, member=spec.member)
         self._exporter = RayExporter(self._metrics.registry, self._metrics.collect) if spec.metrics else None
         self._start_seconds = time.perf_counter() - started
@@ -125,6 +143,10 @@ class StorageActor:
     @ray.method(concurrency_group="io")
     def reserve(self, message: bytes) -> bytes:
         return self._service.reserve(message)
+
+    @ray.method(concurrency_group="io")
+    def offer(self, message: bytes) -> bytes:
+        return self._service.offer(message)
 
     @ray.method(concurrency_group="io")
     def commit(self, message: bytes, data: Bytes | None = None) -> bytes:
@@ -156,7 +178,16 @@ class StorageActor:
 
     @ray.method(concurrency_group="ctl")
     def set_membership(self, message: bytes) -> int:
-        return self._service.set_membership(message)
+        return self._rebalancer.set_membership(message)
+
+    @ray.method(concurrency_group="ctl")
+    def balance(self) -> bytes:
+        """See `Rebalancer`, as for the next one."""
+        return self._rebalancer.balance()
+
+    @ray.method(concurrency_group="ctl")
+    def rebalance(self) -> int:
+        return self._rebalancer.request()
 
     @ray.method(concurrency_group="ctl")
     def stats(self) -> ShardStats:
@@ -176,6 +207,7 @@ class StorageActor:
             reopened_pages=self._service.shard.stats().reopened,
             reconstructed=self._reconstructed,
             start_seconds=self._start_seconds,
+            balance=self._rebalancer.report,
         )
 
     @ray.method(concurrency_group="ctl")
@@ -195,7 +227,21 @@ class StorageActor:
     @ray.method(concurrency_group="ctl")
     def shut_down(self) -> None:
         """Delete the arena: its pages are gone when the last process lets go of it. The actor is to be killed next."""
+        self._rebalancer.stop()
         self._arena.remove()
+
+    def _connect(self, member: str) -> Member:
+        """Another member of the pool, to bring pages to."""
+        timeout = self._spec.rebalance.call_timeout
+        channel = RayChannel(actor_name(member), self._spec.namespace, timeout)
+        return Member(member, channel, Breaker(), StorageCounters(), call_timeout=timeout, prefault=False)
+
+    def _end(self) -> None:
+        """This actor has left the pool, and the driver that wanted it did not live to end it."""
+        logger.warning("storage actor %s has left the pool and ends itself", self._spec.member)
+        self._rebalancer.stop()
+        self._arena.remove()
+        ray.kill(ray.get_actor(actor_name(self._spec.member), namespace=self._spec.namespace), no_restart=True)
 
     def _open_arena(self) -> Arena:
         spec = self._spec

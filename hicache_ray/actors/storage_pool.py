@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from hicache_ray.actors.storage_actor import (
     StorageActorSpec,
     actor_exists,
 )
+from hicache_ray.actors.storage_balance import POLL_SECONDS, Balance, Drained, reports_of
 from hicache_ray.storage.arena import remove_if_unlocked
 from hicache_ray.storage.arena_files import SHARED_MEMORY, arenas_of
 from hicache_ray.storage.arena_layout import ArenaLocked
@@ -35,6 +36,7 @@ from hicache_ray.storage.channel import ChannelError, Deadline, Pending
 from hicache_ray.storage.membership import Membership
 from hicache_ray.storage.pool_options import DEFAULT_POOL, actor_name
 from hicache_ray.storage.ray_channel import DirectoryConflict, PoolDirectory, RayChannel
+from hicache_ray.storage.rebalance_plan import BalanceReport, RebalanceOptions
 from hicache_ray.storage.shard import NamespaceLimit, ShardStats, namespace_label
 from hicache_ray.storage.wire import Reply
 
@@ -42,6 +44,7 @@ logger = logging.getLogger("hicache_ray.actors.storage_pool")
 
 CALL_SECONDS = 30.0
 STOP_SECONDS = 10.0
+CHANGES_TRIED = 5
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -65,6 +68,7 @@ class StoragePoolConfig:
         nodes: ids of the nodes for the actors, in turn; empty: all living nodes, the driver's first.
         segment_bytes, lease_seconds, folder: see `StorageActorSpec`.
         start_timeout: seconds until every actor must be ready.
+        rebalance: how much of an actor's time moving pages may take.
         metrics: the actors export their counters through Ray's metrics.
     """
 
@@ -81,6 +85,7 @@ class StoragePoolConfig:
     lease_seconds: float = 30.0
     folder: str = str(SHARED_MEMORY)
     start_timeout: float = 120.0
+    rebalance: RebalanceOptions = field(default_factory=RebalanceOptions)
     metrics: bool = True
 
     def __post_init__(self) -> None:
@@ -133,8 +138,10 @@ class StoragePool:
         try:
             pool._start_actors(members, config.nodes or _living_nodes(), config.start_timeout)
             pool._publish(pool.membership)
-        except BaseException:
+        except BaseException as error:
             pool.stop()
+            if isinstance(error, DirectoryConflict):
+                raise StoragePoolError(str(error)) from error
             raise
         if not config.detached:
             atexit.register(pool.stop)
@@ -150,12 +157,32 @@ class StoragePool:
         return cls(handle, membership)
 
     def info(self) -> dict[str, StorageActorInfo | None]:
-        """What each member says about itself; None for one that is away."""
+        """What each member says about itself, and each that is leaving; None for one that is away."""
+        self._refresh()
         return self._call_all("info")
 
     def stats(self) -> dict[str, ShardStats | None]:
-        """State and counters of each member; None for one that is away."""
+        """State and counters of each member, and of each that is leaving; None for one that is away."""
+        self._refresh()
         return self._call_all("stats")
+
+    def balance(self) -> dict[str, BalanceReport | None]:
+        """How far each member, and each that is leaving, is with moving pages; None for one that is away."""
+        return reports_of(self._call, self._refresh().everyone, CALL_SECONDS)
+
+    def wait_balanced(self, timeout: float = 300.0) -> None:
+        """Have all members look at all their pages, and wait until each page is where it belongs.
+
+        Raises:
+            StoragePoolError: that was not so within `timeout` seconds; the text says what is missing. The work goes on.
+        """
+        deadline, balance = Deadline(timeout), Balance(self._call)
+        while not balance.reached(self._refresh(), deadline):
+            if not deadline.remaining():
+                raise StoragePoolError(
+                    f"the pool was not balanced within {timeout:g} s: {balance.missing(self.membership)}"
+                )
+            time.sleep(POLL_SECONDS)
 
     def audit(self, *, read_pages: bool = False) -> dict[str, str | None]:
         """What is wrong with each member's pages: "" when nothing is, None for a member that is away.
@@ -179,35 +206,54 @@ class StoragePool:
         return sum(int.from_bytes(Reply.unpack(answer).payload, "little") for answer in answers.values())
 
     def add_member(self, node_id: str | None = None, timeout: float = 120.0) -> str:
-        """Start one more actor and make it a member; its name. A page that it owns now is a miss until it is stored
-        again, unless another of its holders has it.
+        """Start one more actor and make it a member; its name. The pages that it owns now are brought to it in the
+        background (`wait_balanced`); until then they are found where they were.
 
         Raises:
+            ValueError: too many changes are under way: `wait_balanced` first.
             StoragePoolError: it can't start, or the membership was changed by somebody else meanwhile.
         """
-        numbers = [int(member.rpartition("-")[2]) for member in self.membership.members]
+        numbers = [int(member.rpartition("-")[2]) for member in self._refresh().everyone]
         member = f"{self.handle.name}-{max(numbers) + 1}"
         self._start_actors([member], [node_id] if node_id else _living_nodes(), timeout)
-        self._publish(self.membership.joined_by(member))
+        try:
+            self._change(lambda known: known.joined_by(member))
+        except BaseException:
+            self._end_actors([member])
+            raise
         return member
 
-    def remove_member(self, member: str) -> None:
-        """Take an actor out of the pool and end it; its pages are gone, unless they have other holders.
+    def remove_member(self, member: str, *, force: bool = False, timeout: float = 300.0) -> Drained:
+        """Take an actor out of the pool and end it, once its pages are with the others.
+
+        Args:
+            force: do not wait for that; its pages are gone, unless they have other holders. So are those of an actor
+                that is dead for good.
+            timeout: seconds after which it is ended whatever it still has.
 
         Raises:
-            ValueError: there is no such member, or it is the last.
+            ValueError: there is no such member, it is the last, or too many changes are under way.
             StoragePoolError: the membership was changed by somebody else meanwhile.
         """
-        self._publish(self.membership.left_by(member))
+        drained = Drained(0, 0)
+        if force or not actor_exists(member, self.handle.namespace):
+            self._change(lambda known: known.without(member))
+        else:
+            drained = self._drain(member, Deadline(timeout))
+            if member in self._refresh().everyone:
+                logger.warning("storage actor %s is ended with %d pages not moved", member, drained.left)
+                self._change(lambda known: known.without(member))
         self._end_actors([member])
+        return drained
 
     def stop(self) -> None:
         """End the actors and delete their arenas. Idempotent, also after `ray.shutdown`."""
         atexit.unregister(self.stop)
         if ray.is_initialized():
             if self._published:
+                self._refresh()
                 self._directory.remove()
-            self._end_actors(self.membership.members if self._published else list(self._actors))
+            self._end_actors(dict.fromkeys([*(self.membership.everyone if self._published else ()), *self._actors]))
         self._delete_arenas()
 
     def __enter__(self) -> StoragePool:
@@ -239,15 +285,52 @@ class StoragePool:
             while not _ready(member, self._actors[member], deadline):
                 time.sleep(0.1)
 
+    def _drain(self, member: str, deadline: Deadline) -> Drained:
+        """Have a member leave, and wait until it has left."""
+
+        def report() -> BalanceReport | None:
+            return reports_of(self._call, [member], CALL_SECONDS)[member]
+
+        first = last = report()
+        self._change(lambda known: known.left_by(member))
+        while member in self._refresh().everyone and deadline.remaining():
+            time.sleep(POLL_SECONDS)
+            last = report() or last
+        last = report() or last
+        if last is None:
+            return Drained(0, 0)
+        has_left = member not in self.membership.everyone
+        return Drained(
+            max(0, last.moved - (first.moved if first is not None else 0)),
+            last.left if has_left else last.to_move or last.left,
+        )
+
+    def _refresh(self) -> Membership:
+        """The newest membership: the members publish one when they have moved all pages."""
+        newest = self._directory.read() if self._published else None
+        if newest is not None and newest.token == self.membership.token and newest.epoch > self.membership.epoch:
+            self.membership = newest
+        return self.membership
+
+    def _change(self, derive: Callable[[Membership], Membership]) -> None:
+        """Publish what `derive` makes of the newest membership."""
+        for _ in range(CHANGES_TRIED):
+            known = self._refresh()
+            try:
+                self._publish(derive(known))
+                return
+            except DirectoryConflict as error:
+                if self._refresh() != known.settle():
+                    raise StoragePoolError(str(error)) from error
+        raise StoragePoolError(f"the membership of {self.handle.name!r} changes all the time; try again")
+
     def _publish(self, membership: Membership) -> None:
         """Write the membership down, then tell the members: clients learn it from them."""
-        try:
-            self._directory.publish(membership)
-        except DirectoryConflict as error:
-            raise StoragePoolError(str(error)) from error
+        self._directory.publish(membership)
+        told = dict.fromkeys([*membership.everyone, *self.membership.everyone])
         self.membership = membership
         self._published = True
-        self._call_all("set_membership", membership.pack())
+        self._call(list(told), "set_membership", membership.pack(), seconds=CALL_SECONDS)
 
     def _known_spec(self) -> StorageActorSpec:
         """The spec the members are made from; of a pool that was connected to, a member tells it."""
@@ -259,21 +342,24 @@ class StoragePool:
         return self._spec
 
     def _call_all(self, method: str, *args: Any) -> dict[str, Any]:
-        """The members' answers, all asked at once; None for one that gave none."""
+        """The answers of all members and those that are leaving, asked at once; None for one that gave none."""
+        return self._call(self.membership.everyone, method, *args, seconds=CALL_SECONDS)
+
+    def _call(self, members: Sequence[str], method: str, *args: Any, seconds: float) -> dict[str, Any]:
         calls: dict[str, Pending | None] = {}
-        for member in self.membership.members:
+        for member in members:
             try:
                 calls[member] = self._channel(member).call(method, *args)
             except ChannelError as error:
                 logger.warning("storage actor %s is away: %s", member, error)
                 calls[member] = None
-        deadline = Deadline(CALL_SECONDS)
+        deadline = Deadline(min(seconds, CALL_SECONDS))
         return {member: _answer(member, call, deadline) for member, call in calls.items()}
 
     def _channel(self, member: str) -> RayChannel:
         return RayChannel(actor_name(member), self.handle.namespace, CALL_SECONDS)
 
-    def _end_actors(self, members: Sequence[str]) -> None:
+    def _end_actors(self, members: Iterable[str]) -> None:
         for member in members:
             try:
                 handle = ray.get_actor(actor_name(member), namespace=self.handle.namespace)
@@ -284,6 +370,11 @@ class StoragePool:
             except ray.exceptions.RayError as error:
                 logger.warning("storage actor %s did not delete its arena, it is swept later: %s", member, error)
             ray.kill(handle, no_restart=True)
+            self._actors.pop(member, None)
+            deadline = Deadline(STOP_SECONDS)
+            # Its name is free for another actor only then.
+            while actor_exists(member, self.handle.namespace) and deadline.remaining():
+                time.sleep(0.02)
 
     def _delete_arenas(self) -> None:
         """Delete what dead actors of this pool left on this node; waits for those that are dying."""
@@ -354,6 +445,7 @@ def _spec_of(config: StoragePoolConfig, handle: StoragePoolHandle, token: str) -
         lease_seconds=config.lease_seconds,
         folder=config.folder,
         detached=config.detached,
+        rebalance=config.rebalance,
         metrics=config.metrics,
     )
 

@@ -221,7 +221,7 @@ class Arena(ArenaMapping):
         keys: Sequence[bytes],
         checksums: npt.NDArray[np.uint64],
         label: bytes,
-        expires: float,
+        expires: npt.NDArray[np.float64] | float,
     ) -> None:
         """The slots hold whole pages now. The state is written last, so a death before it leaves the slot dropped."""
         headers = self.headers

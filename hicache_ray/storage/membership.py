@@ -1,7 +1,8 @@
 """Who holds which page: rendezvous hashing of page hashes over a pool's members, and the epoch that orders changes.
 
 Every client computes owners by itself, so members can join and leave without a directory of pages: of n members, one
-that joins or leaves moves one n-th of the pages.
+that joins or leaves moves one n-th of the pages. Until those are moved, a membership remembers who was a member before:
+what the owners do not hold yet is found there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy.typing as npt
 import xxhash
 
 PAGE_HASH_BYTES = 32
+MOST_CHANGES = 4
+"""How many changes of a pool may be under way at the same time."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,14 @@ class Membership:
         members: names, unique; their order does not matter for who owns what.
         replicas: how many members hold each page (all of them, when there are fewer).
         token: tells this pool from an earlier one of the same name.
+        previous: the members before each change whose pages are not all moved yet, oldest first.
     """
 
     epoch: int
     members: tuple[str, ...]
     replicas: int = 1
     token: str = ""
+    previous: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.members or len(set(self.members)) != len(self.members):
@@ -44,6 +49,16 @@ class Membership:
     def copies(self) -> int:
         """Members that hold each page."""
         return min(self.replicas, len(self.members))
+
+    @property
+    def settled(self) -> bool:
+        """Whether every page is where it belongs, or nowhere: no change is under way."""
+        return not self.previous
+
+    @cached_property
+    def everyone(self) -> tuple[str, ...]:
+        """The members, then those that are leaving: they hold pages until the pool is settled."""
+        return tuple(dict.fromkeys([*self.members, *(name for names in self.previous for name in names)]))
 
     def owners(self, page_hashes: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """Indices into `members` of the holders of each page, best first: [len(page_hashes), copies].
@@ -61,25 +76,63 @@ class Membership:
         scores = _mix(_mix(folded)[:, None] ^ self._seeds[None, :])
         return np.argsort(scores, axis=1, kind="stable")[:, : self.copies]
 
+    def owned_before(self, page_hashes: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Who may hold pages that their owners do not hold yet: [len(page_hashes), len(everyone)].
+
+        True for the owners under a previous membership that are no owners now.
+        """
+        rows = np.arange(len(page_hashes))[:, None]
+        before = np.zeros((len(page_hashes), len(self.everyone)), np.bool_)
+        for names in self.previous:
+            places = np.array([self.everyone.index(name) for name in names], np.int64)
+            before[rows, places[Membership(0, names, self.replicas).owners(page_hashes)]] = True
+        before[rows, self.owners(page_hashes)] = False
+        return before
+
     def joined_by(self, *names: str) -> Membership:
-        """The next epoch, with more members; ValueError for one that is there."""
-        return replace(self, epoch=self.epoch + 1, members=(*self.members, *names))
+        """The next epoch, with more members; ValueError for one that is there, or when too much is under way."""
+        return self._changed_to((*self.members, *names))
 
     def left_by(self, name: str) -> Membership:
-        """The next epoch, without that member; ValueError when it is none, or the last."""
+        """The next epoch, with that member leaving: what it holds is found until it is moved to the others.
+
+        Raises:
+            ValueError: it is no member, or the last; or too much is under way.
+        """
         if name not in self.members:
             raise ValueError(f"{name!r} is no member of the pool; members are {', '.join(self.members)}")
-        return replace(self, epoch=self.epoch + 1, members=tuple(other for other in self.members if other != name))
+        return self._changed_to(tuple(other for other in self.members if other != name))
+
+    def without(self, name: str) -> Membership:
+        """The next epoch, with that member, or leaving member, and its pages gone; ValueError when it is none, or the
+        last."""
+        if name not in self.everyone:
+            raise ValueError(f"{name!r} is no member of the pool; members are {', '.join(self.members)}")
+        members = tuple(other for other in self.members if other != name)
+        kept = [tuple(other for other in names if other != name) for names in self.previous]
+        previous = tuple(names for names in kept if names and set(names) != set(members))
+        return replace(self, epoch=self.epoch + 1, members=members, previous=previous)
+
+    def settle(self) -> Membership:
+        """The next epoch, with the same members and all pages moved."""
+        return replace(self, epoch=self.epoch + 1, previous=())
+
+    def _changed_to(self, members: tuple[str, ...]) -> Membership:
+        if set(members) == set(self.members):
+            return replace(self, epoch=self.epoch + 1)
+        if len(self.previous) >= MOST_CHANGES:
+            raise ValueError(f"{MOST_CHANGES} changes of the pool are under way; wait until it is balanced")
+        return replace(self, epoch=self.epoch + 1, members=members, previous=(*self.previous, self.members))
 
     def pack(self) -> bytes:
         """The membership as a message."""
-        return json.dumps([self.epoch, self.members, self.replicas, self.token]).encode()
+        return json.dumps([self.epoch, self.members, self.replicas, self.token, self.previous]).encode()
 
     @classmethod
     def unpack(cls, message: bytes) -> Membership:
         """The membership in a message; ValueError when it is none."""
-        epoch, members, replicas, token = json.loads(message)
-        return cls(int(epoch), tuple(members), int(replicas), str(token))
+        epoch, members, replicas, token, previous = json.loads(message)
+        return cls(int(epoch), tuple(members), int(replicas), str(token), tuple(map(tuple, previous)))
 
     @cached_property
     def _seeds(self) -> npt.NDArray[np.uint64]:

@@ -1,12 +1,15 @@
 """A client of a storage pool, without Ray: who holds which page, calls to all of them at once, copies, verification.
 
 One operation makes one round of calls: one call per member, all under way together. Reading is `acquire` and copy (the
-release is not waited for), writing is `reserve`, copy, `commit`.
+release is not waited for), writing is `reserve`, copy, `commit`. What its holders do not have is asked for in another
+round: of the next best holder, and while pages move, of those who held it before.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.storage.base import Bytes, StorageCounters
-from hicache_ray.storage.channel import Deadline, Pending
+from hicache_ray.storage.channel import ChannelError, Deadline, Pending
 from hicache_ray.storage.copier import Copier
 from hicache_ray.storage.member import Answer, Member
 from hicache_ray.storage.membership import PAGE_HASH_BYTES, Membership
@@ -22,8 +25,14 @@ from hicache_ray.storage.shard import EXISTING, GRANTED, Flags
 from hicache_ray.storage.transport import PageReader, PageWriter, read_method, reader_of, writer_of
 from hicache_ray.storage.wire import STALE, Request
 
+logger = logging.getLogger("hicache_ray.storage.pool_client")
+
 MEMBERSHIP_RETRIES = 3
 """How often one operation is planned anew because the membership changed under it."""
+DIRECTORY_SECONDS = 1.0
+"""Between two looks into the directory, while members are away."""
+DIRECTORY_AWAY_SECONDS = 30.0
+"""After a look that failed."""
 
 
 class _MembershipChanged(Exception):
@@ -62,11 +71,18 @@ class PoolClient:
         connect: Callable[[str], Member],
         counters: StorageCounters,
         copy_threads: int = 1,
+        directory: Callable[[], Membership | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         connect: makes the member of that name; called once per name, must not wait for it.
         copy_threads: threads that copy the pages of one operation.
+        directory: reads the newest membership, in bounded time, or raises ChannelError. Asked while members are
+            away: those that would refuse an old membership may all be gone.
         """
+        self._directory = directory
+        self._clock = clock
+        self._next_read = 0.0
         self._copier = Copier(copy_threads)
         self._connect = connect
         self.counters = counters
@@ -81,7 +97,7 @@ class PoolClient:
 
     @property
     def members(self) -> list[Member]:
-        """The members, in the membership's order."""
+        """The members, in the membership's order, and those that are leaving."""
         return self._view.members
 
     def adopt(self, membership: Membership) -> None:
@@ -110,20 +126,19 @@ class PoolClient:
 
     def _exists(self, view: _View, keys: Sequence[bytes], deadline: Deadline) -> Flags:
         found = np.zeros(len(keys), np.bool_)
-        owners = _owners(view.membership, keys)
-        for choice in range(owners.shape[1]):
-            groups = _by_member(owners[:, choice], np.flatnonzero(~found))
+        search = _Search(view.membership, keys)
+        for choice in range(search.rounds):
+            groups = search.groups(choice, np.flatnonzero(~found))
             for member, answer in self._ask(view, lambda _: "exists", groups, keys, deadline).items():
-                found[groups[member]] = answer.reply.flags
+                found[groups[member]] |= answer.reply.flags
         return found
 
     def _get(self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> Flags:
         done = np.zeros(len(keys), np.bool_)
         length = pages[0].nbytes if len(pages) else 0
-        owners = _owners(view.membership, keys)
-        copies = owners.shape[1]
-        for choice in range(copies):
-            groups = _by_member(owners[:, choice], np.flatnonzero(~done))
+        search = _Search(view.membership, keys)
+        for choice in range(search.rounds):
+            groups = search.groups(choice, np.flatnonzero(~done))
             answers = self._ask(view, read_method, groups, keys, deadline, length)
             located: dict[int, tuple[PageReader, int]] = {}
             readers = []
@@ -134,7 +149,7 @@ class PoolClient:
                     granted = groups[member][answer.reply.grants["status"] == GRANTED]
                     located.update((page, (reader, k)) for k, page in enumerate(granted.tolist()))
             # Behind a hole no page is of use; but a hole may be filled as long as there is another holder to ask.
-            last = choice + 1 == copies
+            last = choice + 1 == search.rounds
             wanted = _until_hole(done, located) if last else sorted(located)
             jobs = [(located[page][0].load, located[page][1], pages[page]) for page in wanted]
             done[wanted] = self._copier.run(jobs)
@@ -166,7 +181,7 @@ class PoolClient:
         return done
 
     def _reserve(self, view: _View, keys: Sequence[bytes], length: int, label: bytes, deadline: Deadline) -> _Plan:
-        owners = _owners(view.membership, keys)
+        owners = view.membership.owners(_hashes(keys))
         everything = np.arange(len(keys))
         groups = {member: everything[(owners == member).any(axis=1)] for member in np.unique(owners).tolist()}
         plan = _Plan([], np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.bool_))
@@ -222,7 +237,27 @@ class PoolClient:
             self._give_back(view, given)
             self.adopt(max(map(Membership.unpack, newer), key=lambda membership: membership.epoch))
             raise _MembershipChanged
+        if len(given) < len(groups) and self._learn() > view.membership.epoch:
+            self._give_back(view, given)
+            raise _MembershipChanged
         return given
+
+    def _learn(self) -> int:
+        """Look into the directory, unless that was done just now; the epoch known then."""
+        with self._lock:
+            due = self._clock() >= self._next_read
+            if due:
+                self._next_read = self._clock() + DIRECTORY_SECONDS
+        if due:
+            try:
+                membership = self._directory()
+            except ChannelError as error:
+                logger.info("the directory of storage pools can't be read now: %s", error)
+                self._next_read = self._clock() + DIRECTORY_AWAY_SECONDS
+            else:
+                if membership is not None and membership.token == self._view.membership.token:
+                    self.adopt(membership)
+        return self._view.membership.epoch
 
     def _give_back(self, view: _View, answers: dict[int, Answer]) -> None:
         for member, answer in answers.items():
@@ -239,20 +274,33 @@ class PoolClient:
         return np.zeros(count, np.bool_)
 
     def _view_of(self, membership: Membership) -> _View:
-        members = {name: self._known.get(name) or self._connect(name) for name in membership.members}
+        members = {name: self._known.get(name) or self._connect(name) for name in membership.everyone}
         self._known = members
         return _View(membership, list(members.values()))
 
 
-def _owners(membership: Membership, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """The holders of keys that end in a page hash, best first: [len(keys), copies]."""
-    return membership.owners([key[-PAGE_HASH_BYTES:] for key in keys])
+class _Search:
+    """Whom to ask for pages, round after round: their holders, best first, then whoever held them before."""
+
+    def __init__(self, membership: Membership, keys: Sequence[bytes]) -> None:
+        self._membership = membership
+        self._hashes = _hashes(keys)
+        self._owners = membership.owners(self._hashes)
+        self._copies = self._owners.shape[1]
+        self.rounds = self._copies if membership.settled else self._copies + 1
+
+    def groups(self, choice: int, missing: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
+        """The page numbers, ascending, to ask of each member in that round, of those still missing."""
+        if choice < self._copies:
+            owners = self._owners[missing, choice]
+            return {member: missing[owners == member] for member in np.unique(owners).tolist()}
+        before = self._membership.owned_before([self._hashes[page] for page in missing.tolist()])
+        return {member: missing[before[:, member]] for member in np.flatnonzero(before.any(axis=0)).tolist()}
 
 
-def _by_member(owners: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
-    """The wanted page numbers by owner, ascending."""
-    of = owners[wanted]
-    return {member: wanted[of == member] for member in np.unique(of).tolist()}
+def _hashes(keys: Sequence[bytes]) -> list[bytes]:
+    """The page hashes that keys end in."""
+    return [key[-PAGE_HASH_BYTES:] for key in keys]
 
 
 def _until_hole(done: Flags, located: dict[int, tuple[PageReader, int]]) -> list[int]:

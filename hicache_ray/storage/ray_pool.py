@@ -47,7 +47,13 @@ class RayPoolStorage(HiCacheStorage):
         rounds = membership.copies + 1
         self._call_timeout = min(options.call_timeout or config.timeout / rounds, config.timeout)
         self._prefix = bytes.fromhex(config.identity.digest)
-        self._client = PoolClient(membership, self._connect, self.counters, options.copy_threads)
+        self._client = PoolClient(
+            membership,
+            self._connect,
+            self.counters,
+            options.copy_threads,
+            lambda: bounded(self._directory.read, self._call_timeout),
+        )
         for member in self._client.members:
             # A deadline for each: mapping a large arena as a whole takes longer than a call may.
             member.attach(Deadline(config.timeout), wait=True)

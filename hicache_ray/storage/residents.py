@@ -47,7 +47,7 @@ class Residents:
         for survivor in survivors.values():
             slot_bytes = self._slots.class_of(self._slots.segment_of(survivor.slot))
             self.used_bytes[survivor.label] += slot_bytes
-            self.add([survivor.key], [survivor.slot], slot_bytes, survivor.label, survivor.expires)
+            self.add([survivor.key], [survivor.slot], slot_bytes, survivor.label, [survivor.expires])
 
     def __len__(self) -> int:
         return len(self._index)
@@ -61,14 +61,15 @@ class Residents:
         return list(self._index.values())
 
     def add(
-        self, keys: Sequence[bytes], slots: Sequence[int], slot_bytes: int, label: bytes, expires: float = math.inf
+        self, keys: Sequence[bytes], slots: Sequence[int], slot_bytes: int, label: bytes, expires: Sequence[float]
     ) -> list[Page]:
         """The pages in slots that were taken before are stored now. The last of them is the first to be evicted: of
         pages stored together, the deeper ones go before those they hang under."""
         self._tick = tick = self._tick + 1
         order, segment_of = self._order_for(slot_bytes, label), self._slots.segment_of
         pages = [
-            Page(key, slot, slot_bytes, label, order, tick, expires) for key, slot in zip(keys, slots, strict=True)
+            Page(key, slot, slot_bytes, label, order, tick, until)
+            for key, slot, until in zip(keys, slots, expires, strict=True)
         ]
         for page in reversed(pages):
             segment = segment_of(page.slot)
@@ -103,13 +104,13 @@ class Residents:
         if not page.leases and not page.stored:
             self.give_slot(page.slot, page.slot_bytes, page.label)
 
-    def take_slots(self, slot_bytes: int, count: int, label: bytes) -> list[int]:
-        """Up to `count` slots for new pages of a namespace, evicting where needed; fewer when there is no more room."""
+    def take_slots(self, slot_bytes: int, count: int, label: bytes, *, evict: bool = True) -> list[int]:
+        """Up to `count` slots for new pages of a namespace, evicting where needed (and allowed); fewer when there is no
+        more room."""
         slots: list[int] = []
-        limited = label in self._quotas
-        while len(slots) < count and (not limited or self._keep_quota(slot_bytes, label)):
+        while len(slots) < count and self._keep_quota(slot_bytes, label, evict):
             slot = self._slots.take(slot_bytes)
-            if slot is None:
+            if slot is None and evict:
                 slot = self._make_room(slot_bytes)
             if slot is None:
                 break
@@ -163,11 +164,11 @@ class Residents:
             slot = self._slots.take(slot_bytes)
         return slot
 
-    def _keep_quota(self, slot_bytes: int, label: bytes) -> bool:
-        """Evict the namespace's own pages until one more fits its quota; False when that can't be."""
-        quota = self._quotas[label]
+    def _keep_quota(self, slot_bytes: int, label: bytes, evict: bool) -> bool:
+        """Evict the namespace's own pages until one more fits its quota, if it has one; False when that can't be."""
+        quota = self._quotas.get(label, math.inf)
         while self.used_bytes[label] + slot_bytes > quota:
-            victim = self._victim(lambda _, group: group == label)
+            victim = self._victim(lambda _, group: group == label) if evict else None
             if victim is None:
                 return False
             self.drop(victim, evicted=True)

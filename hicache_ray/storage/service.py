@@ -12,7 +12,7 @@ from hicache_ray.storage.base import Bytes
 from hicache_ray.storage.copying import load_page, store_page
 from hicache_ray.storage.membership import Membership
 from hicache_ray.storage.shard import GRANTED, Flags, Grants, Shard
-from hicache_ray.storage.wire import FAILED, OK, STALE, Commit, Reply, Request, WireError
+from hicache_ray.storage.wire import FAILED, OK, STALE, Commit, Offer, Reply, Request, WireError
 
 
 class ShardService:
@@ -22,6 +22,7 @@ class ShardService:
     def __init__(self, shard: Shard, membership: Membership) -> None:
         self.shard = shard
         self._membership = membership
+        self._mark = 0
         self._lock = threading.Lock()
 
     @property
@@ -35,7 +36,13 @@ class ShardService:
         with self._lock:
             if membership.epoch > self._membership.epoch:
                 self._membership = membership
+                self._mark = self.shard.mark()
             return self._membership.epoch
+
+    @property
+    def stores_by_membership(self) -> bool:
+        """Whether every page that was stored under an older membership is visible by now."""
+        return self.shard.written_since(self._mark)
 
     def exists(self, message: bytes) -> bytes:
         """Request -> flags, one per key."""
@@ -51,6 +58,20 @@ class ShardService:
             return reservation.id, reservation.grants.tobytes()
 
         return self._answer(message, reserve)
+
+    def offer(self, message: bytes) -> bytes:
+        """Offer -> reservation id and grants, for another actor that brings pages; see `Shard.offer`."""
+        faultpoints.reach("actor.offer")
+        try:
+            offer = Offer.unpack(message)
+        except WireError as error:
+            return self._reply(FAILED, 0, str(error).encode())
+
+        def receive(request: Request) -> tuple[int, bytes]:
+            reservation = self.shard.offer(request.keys, request.length, request.label, offer.expires, offer.displace)
+            return reservation.id, reservation.grants.tobytes()
+
+        return self._answer(offer.request, receive)
 
     def commit(self, message: bytes, data: Bytes | None = None) -> bytes:
         """Commit -> flags, one per granted page.
@@ -138,12 +159,19 @@ class ShardService:
         ]
         return np.array(written, np.bool_)
 
-    def _answer(self, message: bytes, answer: Callable[[Request], tuple[int, bytes]]) -> bytes:
+    def _answer(self, message: bytes | Request, answer: Callable[[Request], tuple[int, bytes]]) -> bytes:
         try:
-            request = Request.unpack(message)
+            request = message if isinstance(message, Request) else Request.unpack(message)
             if request.epoch < self._membership.epoch:
                 return self._reply(STALE, 0, self._membership.pack())
-            return self._reply(OK, *answer(request))
+            identity, payload = answer(request)
+            if request.epoch < self._membership.epoch:
+                # It changed meanwhile. What was missed may have been moved before, and what was reserved should be
+                # written elsewhere.
+                self.shard.abort(identity)
+                self.shard.release(identity)
+                return self._reply(STALE, 0, self._membership.pack())
+            return self._reply(OK, identity, payload)
         except ValueError as error:
             return self._reply(FAILED, 0, str(error).encode())
 

@@ -3,6 +3,9 @@
 A page is written in two steps (`reserve`, copy, `commit`) and read in three (`acquire`, copy, `release`); the copying
 is the caller's. A page is seen from its commit on, whole. What a dead client left reserved or leased expires.
 All methods are thread-safe and short: none of them copies pages (`release` may read a suspect one).
+
+Pages that move between shards: the one that has them looks at them with `keys_by_use`, `describe` and `lend`, the one
+that gets them answers `offer` and `commit`; the first then may `discard` them.
 """
 
 from __future__ import annotations
@@ -14,82 +17,52 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.arena_layout import MAX_KEY_BYTES, MAX_LABEL_BYTES, seals_of, slot_bytes_for
 from hicache_ray.storage.copying import checksum_of
 from hicache_ray.storage.eviction import Page
+from hicache_ray.storage.grants import (
+    EXISTING,
+    GRANT,
+    GRANTED,
+    MISSING,
+    REFUSED,
+    Flags,
+    Grants,
+    HeldPage,
+    Lease,
+    NamespaceLimit,
+    Reservation,
+    ShardStats,
+    namespace_label,
+)
 from hicache_ray.storage.residents import Residents
 
-MISSING, GRANTED, EXISTING, REFUSED = 0, 1, 2, 3
-"""Status of a grant: the page is not here; here it may be read or written; it is stored already; there is no room."""
-
-GRANT = np.dtype([("slot", "<i8"), ("offset", "<i8"), ("generation", "<u8"), ("checksum", "<u8"), ("status", "<i8")])
-"""What a client is told about one page: the slot, where its data is in the arena file, the generation that the slot's
-header shows as long as the grant is good, the checksum of the data (reads only), and the status."""
-
-Grants = npt.NDArray[Any]
-Flags = npt.NDArray[np.bool_]
+__all__ = [
+    "EXISTING",
+    "GRANT",
+    "GRANTED",
+    "MISSING",
+    "REFUSED",
+    "Flags",
+    "Grants",
+    "HeldPage",
+    "Lease",
+    "NamespaceLimit",
+    "Reservation",
+    "Shard",
+    "ShardStats",
+    "namespace_label",
+]
 
 REMEMBERED_COMMITS = 1024
 AUDIT_PAGES = 64
-
-
-@dataclass(frozen=True)
-class NamespaceLimit:
-    """What pages of one namespace label may use.
-
-    Attributes:
-        quota_bytes: most bytes of slots, None: no limit. Beyond it the namespace's own pages are evicted.
-        ttl: seconds a page is served after it was stored, None: for ever.
-    """
-
-    quota_bytes: int | None = None
-    ttl: float | None = None
-
-
-class Reservation(NamedTuple):
-    """Answer to `reserve`: the id to commit with, and a grant per key."""
-
-    id: int
-    grants: Grants
-
-
-class Lease(NamedTuple):
-    """Answer to `acquire`: the id to release with (0: nothing was granted), and a grant per key."""
-
-    id: int
-    grants: Grants
-
-
-@dataclass(frozen=True)
-class ShardStats:
-    """State and counters of a shard; counters since this process opened the arena."""
-
-    pages: int
-    used_bytes: int
-    total_bytes: int
-    reserved: int
-    leased: int
-    reopened: int
-    """Pages found in the arena at start."""
-    stored: int = 0
-    existing: int = 0
-    refused: int = 0
-    evicted: int = 0
-    expired: int = 0
-    corrupt: int = 0
-    asked: int = 0
-    hits: int = 0
-    abandoned: int = 0
-    """Reservations and leases that expired: their client died or was too slow."""
-    used_bytes_by_namespace: Mapping[str, int] = field(default_factory=dict)
+_COUNTED = ("stored", "existing", "refused", "expired", "corrupt", "asked", "hits", "abandoned", "received", "moved")
 
 
 class _Reserved(NamedTuple):
@@ -99,6 +72,8 @@ class _Reserved(NamedTuple):
     slot_bytes: int
     label: bytes
     deadline: float
+    expires: npt.NDArray[np.float64] | None
+    """Of pages that another shard brought; None: new pages."""
 
 
 class _Leased(NamedTuple):
@@ -135,9 +110,7 @@ class Shard:
         self._reserved: OrderedDict[int, _Reserved] = OrderedDict()
         self._leased: OrderedDict[int, _Leased] = OrderedDict()
         self._committed: OrderedDict[int, Flags] = OrderedDict()
-        self._counts = dict.fromkeys(
-            ("stored", "existing", "refused", "expired", "corrupt", "asked", "hits", "abandoned"), 0
-        )
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._watch_expiry(self._residents.pages())
         self._reopened = len(self._residents)
 
@@ -163,26 +136,34 @@ class Shard:
             ValueError: a key, the label or the length does not fit an arena's slot.
         """
         slot_bytes = self._checked_size(keys, length, label)
-        grants = np.zeros(len(keys), GRANT)
         with self._lock:
             self._expire()
             present = [self._residents.get(key) for key in keys]
             self._residents.touch([page for page in present if page is not None])
             wanted = [i for i, page in enumerate(present) if page is None]
             slots = self._residents.take_slots(slot_bytes, len(wanted), label)
-            granted, refused = wanted[: len(slots)], wanted[len(slots) :]
-            grants["status"] = EXISTING
-            grants["status"][refused] = REFUSED
             self._counts["existing"] += len(keys) - len(wanted)
-            self._counts["refused"] += len(refused)
-            if not granted:
-                return Reservation(0, grants)
-            self._describe_new(grants, granted, slots, length)
-            identity = next(self._ids)
-            self._reserved[identity] = _Reserved(
-                [keys[i] for i in granted], slots, length, slot_bytes, label, self._clock() + self._lease_seconds
-            )
-            return Reservation(identity, grants)
+            self._counts["refused"] += len(wanted) - len(slots)
+            return self._grant(keys, wanted, slots, length, label, None)
+
+    def offer(
+        self, keys: Sequence[bytes], length: int, label: bytes, expires: npt.NDArray[np.float64], displace: bool
+    ) -> Reservation:
+        """`reserve`, for pages that another shard wants to bring: nothing counts as used.
+
+        Args:
+            expires: clock time, per key, after which it is a miss.
+            displace: whether other pages may be evicted; if not, what finds no free slot is REFUSED.
+
+        Raises:
+            ValueError: as `reserve`.
+        """
+        slot_bytes = self._checked_size(keys, length, label)
+        with self._lock:
+            self._expire()
+            wanted = [i for i, key in enumerate(keys) if self._residents.get(key) is None]
+            slots = self._residents.take_slots(slot_bytes, len(wanted), label, evict=displace)
+            return self._grant(keys, wanted, slots, length, label, expires[wanted[: len(slots)]])
 
     def commit(self, reservation: int, checksums: npt.NDArray[np.uint64], good: Flags | None = None) -> Flags:
         """The granted pages of a reservation are written: they become visible. One flag per granted page.
@@ -281,6 +262,45 @@ class Shard:
                 self._residents.drop(page)
             return len(gone)
 
+    def keys_by_use(self) -> list[bytes]:
+        """The keys of all pages, those used last first."""
+        with self._lock:
+            self._expire()
+            pages = self._residents.pages()
+        ticks = np.fromiter((page.tick for page in pages), np.int64, len(pages))
+        return [pages[i].key for i in np.argsort(-ticks, kind="stable").tolist()]
+
+    def describe(self, keys: Sequence[bytes]) -> list[HeldPage]:
+        """The stored pages among `keys`."""
+        with self._lock:
+            return self._described([page for key in keys if (page := self._residents.get(key)) is not None])
+
+    def lend(self, keys: Sequence[bytes]) -> tuple[int, list[HeldPage]]:
+        """The stored pages among `keys`, under a lease with that id; does not count as a use."""
+        with self._lock:
+            pages = [page for key in keys if (page := self._residents.get(key)) is not None]
+            return self._lease(pages), self._described(pages)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Drop pages that the members that own them have."""
+        with self._lock:
+            for key in keys:
+                page = self._residents.get(key)
+                if page is not None:
+                    self._residents.drop(page)
+                    self._counts["moved"] += 1
+
+    def mark(self) -> int:
+        """A point in time, for `written_since`."""
+        with self._lock:
+            return next(self._ids)
+
+    def written_since(self, mark: int) -> bool:
+        """Whether all that was being written at that point is visible or given up by now."""
+        with self._lock:
+            self._expire()
+            return not self._reserved or next(iter(self._reserved)) > mark
+
     def stats(self) -> ShardStats:
         """State and counters now."""
         with self._lock:
@@ -320,14 +340,33 @@ class Shard:
             raise ValueError(f"keys must have 1 to {MAX_KEY_BYTES} bytes, a label at most {MAX_LABEL_BYTES}")
         return slot_bytes_for(length)
 
-    def _describe_new(self, grants: Grants, where: list[int], slots: list[int], length: int) -> None:
+    def _grant(
+        self,
+        keys: Sequence[bytes],
+        wanted: list[int],
+        slots: list[int],
+        length: int,
+        label: bytes,
+        expires: npt.NDArray[np.float64] | None,
+    ) -> Reservation:
+        """Reserve the slots for the first of the wanted keys; the other wanted keys are refused."""
+        grants = np.zeros(len(keys), GRANT)
+        granted, refused = wanted[: len(slots)], wanted[len(slots) :]
+        grants["status"] = EXISTING
+        grants["status"][refused] = REFUSED
+        if not granted:
+            return Reservation(0, grants)
         numbers = np.array(slots, dtype=np.int64)
         generations = self.arena.next_generation(len(slots))
         self.arena.mark_writing(numbers, generations, length)
-        grants["slot"][where] = numbers
-        grants["offset"][where] = self.arena.offsets(numbers)
-        grants["generation"][where] = generations
-        grants["status"][where] = GRANTED
+        grants["slot"][granted] = numbers
+        grants["offset"][granted] = self.arena.offsets(numbers)
+        grants["generation"][granted] = generations
+        grants["status"][granted] = GRANTED
+        identity, deadline = next(self._ids), self._clock() + self._lease_seconds
+        chosen, size = [keys[i] for i in granted], slot_bytes_for(length)
+        self._reserved[identity] = _Reserved(chosen, slots, length, size, label, deadline, expires)
+        return Reservation(identity, grants)
 
     def _store(self, held: _Reserved, checksums: npt.NDArray[np.uint64], flags: Flags) -> None:
         """Make the flagged pages visible; the slots of the others, and of keys somebody stored meanwhile, are free."""
@@ -340,13 +379,27 @@ class Shard:
                 self._counts["existing"] += good
         if not new:
             return
-        ttl = self._limits.get(held.label, NamespaceLimit()).ttl
-        expires = math.inf if ttl is None else self._clock() + ttl
         order = list(new.values())
+        expires = self._expiry_of(held)[order]
         slots = [held.slots[i] for i in order]
         self.arena.mark_valid(np.array(slots, np.int64), list(new), checksums[order], held.label, expires)
-        self._watch_expiry(self._residents.add(list(new), slots, held.slot_bytes, held.label, expires))
-        self._counts["stored"] += len(new)
+        self._watch_expiry(self._residents.add(list(new), slots, held.slot_bytes, held.label, expires.tolist()))
+        self._counts["stored" if held.expires is None else "received"] += len(new)
+
+    def _expiry_of(self, held: _Reserved) -> npt.NDArray[np.float64]:
+        if held.expires is not None:
+            return held.expires
+        ttl = self._limits.get(held.label, NamespaceLimit()).ttl
+        return np.full(len(held.keys), math.inf if ttl is None else self._clock() + ttl)
+
+    def _described(self, pages: Sequence[Page]) -> list[HeldPage]:
+        slots = np.array([page.slot for page in pages], dtype=np.int64)
+        rows = self.arena.headers[slots]
+        where = zip(rows["length"].tolist(), rows["checksum"].tolist(), self.arena.offsets(slots).tolist(), strict=True)
+        return [
+            HeldPage(page.key, page.label, length, page.expires, checksum, page.slot, offset)
+            for page, (length, checksum, offset) in zip(pages, where, strict=True)
+        ]
 
     def _readable(self, keys: Sequence[bytes], length: int) -> list[tuple[int, Page]]:
         """Positions and pages of the keys that are stored with that length. A page whose header was damaged is dropped:
@@ -414,11 +467,3 @@ class Shard:
         self.arena.mark_empty(np.array(held.slots, np.int64))
         for slot in held.slots:
             self._residents.give_slot(slot, held.slot_bytes, held.label)
-
-
-def namespace_label(namespace: str) -> bytes:
-    """The label under which a namespace is counted: its name, or a digest of it where the name is too long."""
-    label = namespace.encode()
-    if len(label) <= MAX_LABEL_BYTES:
-        return label
-    return f"{xxhash.xxh3_128_hexdigest(label)}".encode()

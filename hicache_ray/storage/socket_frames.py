@@ -10,9 +10,10 @@ import socket
 import struct
 from typing import Any
 
-METHODS = ("exists", "reserve", "commit", "acquire", "report", "abort", "release")
-"""The calls that can be made here; a frame names one by its place. The last two are not answered."""
+METHODS = ("exists", "reserve", "commit", "acquire", "report", "abort", "release", "offer")
+"""The calls that can be made here; a frame names one by its place."""
 ONE_WAY = frozenset({"abort", "release"})
+"""Calls that are not answered."""
 
 HEAD = struct.Struct("<BI")
 ANSWER_HEAD = struct.Struct("<I")

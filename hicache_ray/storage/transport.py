@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ray import faultpoints
 from hicache_ray.storage.arena import ArenaMapping
@@ -24,6 +25,10 @@ from hicache_ray.storage.wire import Commit, Reply
 
 class PageWriter(Protocol):
     """Writes the granted pages of one reservation; page k is the k-th granted one."""
+
+    @property
+    def checksums(self) -> npt.NDArray[np.uint64]:
+        """xxh3_64 of each stored page, as it was read."""
 
     def store(self, k: int, page: Bytes) -> bool:
         """Bring a host page [..., segment_bytes] on its way; True."""
@@ -82,14 +87,14 @@ class _ArenaWriter:
         self._length = length
         self._mapping = mapping
         self._offsets: list[int] = grants["offset"][grants["status"] == GRANTED].tolist()
-        self._checksums = np.zeros(len(self._offsets), np.uint64)
+        self.checksums = np.zeros(len(self._offsets), np.uint64)
 
     def store(self, k: int, page: Bytes) -> bool:
-        self._checksums[k] = store_page(self._mapping.data(self._offsets[k], self._length), page)
+        self.checksums[k] = store_page(self._mapping.data(self._offsets[k], self._length), page)
         return True
 
     def commit(self, good: Flags) -> Pending | None:
-        return self._member.start("commit", Commit(self._reservation, self._checksums, good).pack())
+        return self._member.start("commit", Commit(self._reservation, self.checksums, good).pack())
 
     def abort(self) -> None:
         self._member.send("abort", self._reservation)
@@ -103,14 +108,14 @@ class _ArrayWriter:
         self._member = member
         self._reservation = reply.id
         self._pages = member.scratch(count, length)
-        self._checksums = np.zeros(count, np.uint64)
+        self.checksums = np.zeros(count, np.uint64)
 
     def store(self, k: int, page: Bytes) -> bool:
-        self._checksums[k] = store_page(self._pages[k], page)
+        self.checksums[k] = store_page(self._pages[k], page)
         return True
 
     def commit(self, good: Flags) -> Pending | None:
-        message = Commit(self._reservation, self._checksums, good).pack()
+        message = Commit(self._reservation, self.checksums, good).pack()
         faultpoints.damage("page.sent", lambda: list(self._pages))
         return self._member.start("commit", message, self._pages)
 

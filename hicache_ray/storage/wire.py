@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hicache_ray.storage.shard import GRANT, Flags, Grants
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 OK, STALE, FAILED = 0, 1, 2
 """Status of a reply: done; refused, because the client's membership is older than the actor's; can't be done."""
@@ -65,6 +65,38 @@ class Request(NamedTuple):
             )
         ends = range(start, len(message), key_bytes or 1)
         return cls(epoch, [message[at : at + key_bytes] for at in ends], length, message[_REQUEST.size : start])
+
+
+class Offer(NamedTuple):
+    """Pages that one storage actor wants to bring to another.
+
+    Attributes:
+        request: the keys, their length and label, and the membership that says where they belong.
+        expires: per key, clock time after which it is a miss.
+        displace: whether other pages may be evicted for them.
+    """
+
+    request: Request
+    expires: npt.NDArray[np.float64]
+    displace: bool
+
+    def pack(self) -> bytes:
+        """The message."""
+        head = struct.pack("<?I", self.displace, len(self.expires))
+        return head + self.expires.tobytes() + self.request.pack()
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Offer:
+        """The offer in a message; WireError when it is none."""
+        try:
+            displace, count = struct.unpack_from("<?I", message)
+            expires = np.frombuffer(message, np.float64, count, offset=5)
+        except (struct.error, ValueError) as error:
+            raise WireError(f"an offer of {len(message)} bytes can't be read: {error}") from error
+        request = Request.unpack(message[5 + 8 * count :])
+        if len(request.keys) != count:
+            raise WireError(f"an offer of {len(request.keys)} pages with {count} times can't be read")
+        return cls(request, expires, displace)
 
 
 class Reply(NamedTuple):
