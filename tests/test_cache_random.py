@@ -17,8 +17,9 @@ from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek
 from tests.whole_cache import Lockstep, Shape, admit, tokens_of
 
-SEQUENCES = int(os.environ.get("HICACHE_RANDOM_SEQUENCES", "200"))
-STEPS = 90
+SEQUENCES = int(os.environ.get("HICACHE_RANDOM_SEQUENCES", "2000"))
+STEPS, SHORT, LONG_EVERY = 90, 20, 10
+"""Steps of a sequence: every tenth is long enough for its pages to come back from L3, the others are short."""
 NAMESPACES = (EMPTY_NAMESPACE, Namespace(adapter="a"), Namespace(salt="s"))
 
 
@@ -172,7 +173,7 @@ class Driver:
 
 def play(seed: int) -> Driver:
     driver = Driver(seed)
-    for _ in range(STEPS):
+    for _ in range(SHORT if seed // 4 % LONG_EVERY else STEPS):
         driver.step()
     driver.end()
     return driver
