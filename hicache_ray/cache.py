@@ -490,5 +490,6 @@ class HiRadixCache:
         io = self.controller.storage_io
         if io is not None and self.prefetcher.enabled:
             for write in written:
-                io.backup(self.index.begin_backup(write))
+                for backup in self.index.begin_backups(write):
+                    io.backup(backup)
         self.prefetcher.apply(agreed.prefetches, agreed.releases)

@@ -342,6 +342,11 @@ class TieredIndex:
         """Begins to copy an acknowledged write's host pages to L3; they are protected until the acknowledgement."""
         return self._transfers.begin_backup(write)
 
+    def begin_backups(self, write: Write) -> list[Backup]:
+        """Begins what an acknowledged write makes possible: its own backup, that of ancestors which L3 was never sent,
+        and those that waited for it; parents first. Nothing while an ancestor has no host copy."""
+        return self._transfers.begin_backups(write)
+
     def acknowledge_backups(self, n: int) -> list[Backup]:
         """Ends the `n` oldest backups."""
         return self._transfers.acknowledge_backups(n)
@@ -386,15 +391,18 @@ class TieredIndex:
         leaf = self.tree.add_leaf(node, key, value=None, host_value=host_pages[taken:].copy(), priority=node.priority)
         if self.hash_pages:
             leaf.hash_value = list(hashes[taken:])
+        leaf.stored = True
         self.stats.attached_pages += leaf.pages
         self.stats.refused_attachments += taken
         self._events.emit("stored", "host", leaf, "fetched")
         return host_pages[:taken]
 
     def enable_hashes(self) -> None:
-        """Nodes carry page hashes from now on; those in the tree get theirs, chained from the root (D5)."""
+        """A store is attached: nodes carry page hashes from now on, those in the tree get theirs, chained from the root
+        (D5), and none of them was sent to it."""
         self.hash_pages = True
         for node in self.tree.nodes():
+            node.stored = False
             if node.hash_value is None:
                 node.hash_value = self._hashes_of(node)
 

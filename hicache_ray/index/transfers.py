@@ -85,20 +85,59 @@ class Transfers:
         Raises:
             ValueError: the tree carries no hashes, or the written pages were evicted in between.
         """
+        self._check_written(write)
+        for part in self._covered(write.node, write.start):
+            part.stored = True
+        return self._begin(write.node, write.start, write.host_pages)
+
+    def begin_backups(self, write: Write) -> list[Backup]:
+        """Begins the backups that an acknowledged write makes possible, parents first, so that no page is sent to L3
+        before those it can only be found through.
+
+        An ancestor that has a host copy and was never sent (it is older than the attached store) goes first. While one
+        has no host copy (write_back evicts from the leaves up) nothing below it goes; it takes them along in the end.
+
+        Raises: as `begin_backup`.
+        """
+        self._check_written(write)
+        due: list[Node] = []
+        for part in self._covered(write.node, 0):
+            if part.stored:
+                continue
+            if part.host_value is None or (part.end <= write.start and part in self._unwritten()):
+                break
+            due.append(part)
+        else:
+            due += self._waiting_below(write.node)
+        for part in due:
+            part.stored = True
+        return [self._begin(part, part.start, part.host_value) for part in due if part.host_value is not None]
+
+    def _waiting_below(self, node: Node) -> list[Node]:
+        """Nodes below one that is sent to L3, which have their host copies and have waited for it, parents first."""
+        waiting: list[Node] = []
+        parents = [node]
+        while parents:
+            for child in parents.pop().children:
+                if child.host_value is not None and not child.stored and child not in self._unwritten():
+                    waiting.append(child)
+                    parents.append(child)
+        return waiting
+
+    def _unwritten(self) -> set[Node]:
+        """Nodes whose host copy is still being written."""
+        return {part for write in self.writes for part in self._covered(write.node, write.start)}
+
+    def _check_written(self, write: Write) -> None:
         node = write.node
         if not self._tree.contains(node) or node.host_value is None:
             raise ValueError(
                 f"{node!r} left the tree between its acknowledgement and its backup: begin backups at once"
             )
-        path = self._path_hashes(node)
-        backup = Backup(
-            self._seq(),
-            node,
-            write.start,
-            write.host_pages,
-            path[write.start : write.start + len(write.host_pages)],
-            path[: write.start],
-        )
+
+    def _begin(self, node: Node, start: int, host_pages: Pages) -> Backup:
+        path, stop = self._path_hashes(node), start + len(host_pages)
+        backup = Backup(self._seq(), node, start, host_pages, path[start:stop], path[:start])
         self._tree.protect(node)
         self.backups.append(backup)
         return backup
