@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from hicache_ray.actors.storage_balance import Drained
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
+from hicache_ray.storage.rebalance_plan import RebalanceOptions
 from tests.storage_ray import SEGMENT_BYTES, Client, arena_files, wait_until
 
 pytestmark = [pytest.mark.ray]
@@ -61,10 +64,27 @@ def test_a_node_dies_and_the_actor_moves(cluster: Cluster) -> None:
         assert moved is not None and moved.node_id == homes["wide-0"] != homes["wide-1"]
 
         def both_hold_all() -> bool:
-            stored = [client.put(range(60)) == [True] * 60 for client in clients]
             pages = [stats.pages for stats in pool.stats().values() if stats is not None]
-            return all(stored) and len(pages) == 2 and min(pages) >= 60
+            return pages == [70, 70]
 
         wait_until(both_hold_all)
         assert clients[0].get(range(60)) == clients[1].get(range(60)) == [True] * 60
     assert not arena_files(pool.membership.token)
+
+
+def test_pages_move_to_another_node(cluster: Cluster) -> None:
+    """Through the object store, as between nodes of which none sees the other's arena. Then the first node leaves."""
+    other = cluster.add_node(**NODE)
+    apart = RebalanceOptions(transport="object_store")
+    with StoragePool.start(dataclasses.replace(CONFIG, name="apart", actors=1, replicas=1, rebalance=apart)) as pool:
+        client = Client(pool.handle.options(transport="object_store"))
+        assert all(client.put(range(60)))
+        joined = pool.add_member(node_id=other.node_id)
+        assert all(client.get(range(60)))
+        pool.wait_balanced()
+        infos, stats = pool.info(), pool.stats()
+        assert infos[joined].node_id == other.node_id != infos["apart-0"].node_id  # type: ignore[union-attr]
+        kept = stats["apart-0"].pages  # type: ignore[union-attr]
+        assert stats[joined].received == 60 - kept > 10  # type: ignore[union-attr]
+        assert pool.remove_member("apart-0") == Drained(moved=kept, left=0)
+        assert all(client.get(range(60))) and len(client.storage.members) == 1

@@ -394,3 +394,5 @@ def test_reports_survive_the_wire() -> None:
 def test_options_that_can_not_work(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} of re-balancing is 0; use a number above 0"):
         RebalanceOptions(**{name: 0})
+    with pytest.raises(ValueError, match="transport of re-balancing is 'tcp'; use one of auto, object_store"):
+        RebalanceOptions(transport="tcp")

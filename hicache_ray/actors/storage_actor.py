@@ -232,9 +232,16 @@ class StorageActor:
 
     def _connect(self, member: str) -> Member:
         """Another member of the pool, to bring pages to."""
-        timeout = self._spec.rebalance.call_timeout
-        channel = RayChannel(actor_name(member), self._spec.namespace, timeout)
-        return Member(member, channel, Breaker(), StorageCounters(), call_timeout=timeout, prefault=False)
+        options = self._spec.rebalance
+        return Member(
+            member,
+            RayChannel(actor_name(member), self._spec.namespace, options.call_timeout),
+            Breaker(),
+            StorageCounters(),
+            call_timeout=options.call_timeout,
+            use_shm=options.transport == "auto",
+            prefault=False,
+        )
 
     def _end(self) -> None:
         """This actor has left the pool, and the driver that wanted it did not live to end it."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hicache_ray.storage.grants import Flags
 from hicache_ray.storage.membership import PAGE_HASH_BYTES, Membership
+from hicache_ray.storage.pool_options import TRANSPORTS
 
 PLANNED_AT_ONCE = 65536
 
@@ -30,6 +31,7 @@ class RebalanceOptions:
         batch_pages: pages a step.
         call_timeout: seconds one call to another actor may take.
         linger: seconds an actor that has left the pool waits to be ended before it ends itself.
+        transport: "auto" maps the arenas of other actors on the same node, "object_store" never does.
     """
 
     bytes_per_second: float = 256 << 20
@@ -37,10 +39,13 @@ class RebalanceOptions:
     batch_pages: int = 64
     call_timeout: float = 10.0
     linger: float = 60.0
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport of re-balancing is {self.transport!r}; use one of {', '.join(TRANSPORTS)}")
         for name, value in vars(self).items():
-            if not value > 0:
+            if name != "transport" and not value > 0:
                 raise ValueError(f"{name} of re-balancing is {value}; use a number above 0")
 
 
