@@ -222,6 +222,18 @@ def test_the_audit_counts_everything_and_says_what_is_wrong(ctl: Ctl, group: TPG
     assert code == 0 and found["faults"] == [] and len(found["groups"]["a"]) == 2 and len(found["storage"]) == 2
 
 
+def test_metrics_are_printed_for_every_rank(ctl: Ctl, group: TPGroup) -> None:
+    code, out, _ = ctl("metrics")
+    assert code == 0 and out.count("# TYPE hicache_steps_total counter") == 1
+    for rank in (0, 1):
+        labels = f'{{service="test",group="a",rank="{rank}"}}'
+        steps = next(line for line in out.splitlines() if line.startswith(f"hicache_steps_total{labels}"))
+        assert float(steps.split()[-1]) > 0
+    assert 'hicache_prompt_tokens_total{service="test",group="a",rank="0",source="computed"}' in out
+    code, out, _ = ctl("--json", "metrics")
+    assert code == 0 and len(json.loads(out)["a"]) == 2
+
+
 def test_what_is_not_there_is_bad_input(ctl: Ctl, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = ctl("status", "--group", "nobody")
     assert code == 2 and "service test has no group 'nobody'; it has a" in err

@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ray.metrics import METRICS, Kind, RankMetrics, RayExporter, Registry, exposition
+from hicache_ray.metrics import (
+    METRICS,
+    HealMetrics,
+    Kind,
+    RankMetrics,
+    RayExporter,
+    Registry,
+    ShardMetrics,
+    exposition,
+)
 from hicache_ray.metrics.rank import STEP_PARTS
 from hicache_ray.protocol import Finish, StepAnswer
+from hicache_ray.storage.shard import ShardStats
 from hicache_ray.testing.local_group import LocalGroup
 from hicache_ray.testing.memory_storage import BACKEND, drop_store
 from tests.ray_service import ENGINE, config, prompts, serve, service, settle
@@ -236,6 +246,24 @@ def test_case_64_l2_and_l3_tokens_are_exactly_the_pages_that_were_loaded() -> No
         refused = value("hicache_schedule_refusals_total")
         loaded = cache.index.stats.loaded_pages * driver.group.shape.page_size
         assert tokens <= loaded and (refused or tokens == loaded), f"seed {seed}: {tokens} reported, {loaded} loaded"
+
+
+def test_supervisors_and_storage_actors_have_their_own() -> None:
+    heals = HealMetrics("chat")
+    heals.observe("a", 3.0, healed=True)
+    heals.observe("a", 90.0, healed=False)
+    assert heals.registry.value("hicache_heals_total", "a", "healed") == 1
+    assert heals.registry.snapshot()["hicache_heal_seconds"][0]["sum"] == 93.0
+    stats = [ShardStats(5, 500, 1000, 1, 2, 0, stored=7, hits=3)]
+    shard = ShardMetrics(lambda: stats[-1], pool="p", member="p-0")
+    shard.collect()
+    stats.append(ShardStats(6, 600, 1000, 0, 0, 0, stored=9, hits=3))
+    shard.collect()
+    value = shard.registry.value
+    assert value("hicache_storage_actor_bytes", "used") == 600 and value("hicache_storage_actor_pages", "stored") == 6
+    assert value("hicache_storage_actor_page_results_total", "stored") == 9
+    assert value("hicache_storage_actor_page_results_total", "hits") == 3
+    assert shard.registry.snapshot()["hicache_storage_actor_bytes"][0]["labels"]["member"] == "p-0"
 
 
 def test_an_exporter_goes_on_after_a_failure_and_exports_a_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
