@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hicache_ray.storage.membership import Membership
+from hicache_ray.storage.rebalance_plan import BalanceReport
 from hicache_ray.storage.shard import GRANT
-from hicache_ray.storage.wire import Commit, Reply, Request, WireError
+from hicache_ray.storage.wire import Commit, Offer, Reply, Request, WireError
 
 HASHES = [hashlib.sha256(bytes([n % 256, n // 256])).digest() for n in range(4000)]
 
@@ -85,6 +89,8 @@ def test_leaving_without_being_a_member() -> None:
 def test_messages_survive_the_wire() -> None:
     membership = Membership(3, ("a", "b"), 2, "t")
     assert Membership.unpack(membership.pack()) == membership
+    changing = membership.joined_by("c").left_by("a")
+    assert Membership.unpack(changing.pack()) == changing
     request = Request(7, [b"abc", b"def"], 4096, b"tenant")
     assert Request.unpack(request.pack()) == request
     assert Request.unpack(Request(1, []).pack()) == Request(1, [])
@@ -92,6 +98,43 @@ def test_messages_survive_the_wire() -> None:
     assert Reply.unpack(reply.pack()) == reply and len(reply.grants) == 2
     commit = Commit.unpack(Commit(9, np.array([1, 2], np.uint64), np.array([True, False])).pack())
     assert (commit.reservation, commit.checksums.tolist(), commit.good.tolist()) == (9, [1, 2], [True, False])
+
+
+def test_offers_survive_the_wire() -> None:
+    request = Request(7, [b"abc", b"def"], 4096, b"tenant")
+    offer = Offer.unpack(Offer(request, np.array([1.5, np.inf]), True).pack())
+    assert (offer.request, offer.expires.tolist(), offer.displace) == (request, [1.5, np.inf], True)
+    for message in (b"", b"\xff" * 64, Offer(request, np.array([1.0]), False).pack()):
+        with pytest.raises(WireError, match="can't be read"):
+            Offer.unpack(message)
+
+
+@given(message=st.binary(max_size=200))
+def test_no_message_breaks_a_parser_in_another_way(message: bytes) -> None:
+    for parser in (Request, Offer, Reply, Commit, Membership, BalanceReport):
+        with contextlib.suppress(ValueError):
+            parser.unpack(message)
+
+
+def test_who_held_pages_before() -> None:
+    joined = Membership(1, ("a", "b")).joined_by("c")
+    assert joined.previous == (("a", "b"),) and joined.everyone == ("a", "b", "c") and not joined.settled
+    before = joined.owned_before(HASHES)
+    now = joined.owners(HASHES)[:, 0]
+    assert np.array_equal(before.any(axis=1), now == 2), "only what the new member owns was elsewhere"
+    assert not before[:, 2].any() and before.sum(axis=1).max() == 1
+    leaving = joined.left_by("a")
+    assert leaving.members == ("b", "c") and leaving.everyone == ("b", "c", "a")
+    assert leaving.owned_before(HASHES).sum(axis=1).max() == 2, "under two earlier memberships"
+    assert leaving.settle().everyone == ("b", "c") and not leaving.settle().owned_before(HASHES).any()
+
+
+def test_a_member_whose_pages_are_gone_is_not_asked_for_them() -> None:
+    changing = Membership(1, ("a", "b")).joined_by("c").left_by("a")
+    assert changing.without("a").everyone == ("b", "c") and changing.without("a").previous == (("b",),)
+    assert Membership(1, ("a", "b")).joined_by("c").without("c").settled
+    with pytest.raises(ValueError, match="'x' is no member"):
+        changing.without("x")
 
 
 @pytest.mark.parametrize("message", [b"", b"x" * 10, b"\0" * 64, Request(1, [b"k"]).pack() + b"x"])

@@ -131,8 +131,11 @@ class Membership:
     @classmethod
     def unpack(cls, message: bytes) -> Membership:
         """The membership in a message; ValueError when it is none."""
-        epoch, members, replicas, token, previous = json.loads(message)
-        return cls(int(epoch), tuple(members), int(replicas), str(token), tuple(map(tuple, previous)))
+        try:
+            epoch, members, replicas, token, previous = json.loads(message)
+            return cls(int(epoch), tuple(members), int(replicas), str(token), tuple(map(tuple, previous)))
+        except TypeError as error:
+            raise ValueError(f"a membership of {len(message)} bytes can't be read: {error}") from error
 
     @cached_property
     def _seeds(self) -> npt.NDArray[np.uint64]:
