@@ -125,7 +125,9 @@ def test_who_held_pages_before() -> None:
     assert not before[:, 2].any() and before.sum(axis=1).max() == 1
     leaving = joined.left_by("a")
     assert leaving.members == ("b", "c") and leaving.everyone == ("b", "c", "a")
-    assert leaving.owned_before(HASHES).sum(axis=1).max() == 2, "under two earlier memberships"
+    asked = leaving.owned_before(HASHES)
+    assert asked.any(axis=0).tolist() == [True, False, True], "b gave pages to c, a gives its own to both"
+    assert np.array_equal(asked[:, 2], Membership(1, ("a", "b")).owners(HASHES)[:, 0] == 0)
     assert leaving.settle().everyone == ("b", "c") and not leaving.settle().owned_before(HASHES).any()
 
 
