@@ -78,6 +78,8 @@ def test_after_a_kill_the_log_begins_anew_and_leads_to_the_new_tree(group: TPGro
         follows(group, receiving, log)
         os.kill(group.pids[rank], signal.SIGKILL)
         serve_until_restarted(group, ((f"kill{rank}-{n}", p) for n, p in enumerate(prompts(300, seed=2))))
+        for number, prompt in enumerate(prompts(3, seed=3)):
+            serve(group, f"after{rank}-{number}", prompt)
         second = group.status()[0]["events"]
         assert second["next_sequence"] > first["next_sequence"]
         if rank == 1:
