@@ -128,21 +128,26 @@ class StorageIO:
             self._when_returned(prefetch.host_pages, prefetch.end_read)
 
     def _backup(self, backup: Backup, ended: _Ended) -> None:
-        """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (12, 30)."""
+        """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (12, 30).
+
+        Ancestors that could not be stored before go first, in the same backup: else a prefix that was sent while the
+        store was away would keep everything below it from the store for as long as it is in the tree.
+        """
+        first = self._first_unstored(backup.prefix_hashes)
+        pages = np.concatenate([backup.prefix_pages[first:], backup.host_pages])
+        hashes = [*backup.prefix_hashes[first:], *backup.hashes]
         stored = 0
         try:
-            if backup.prefix_hashes and backup.prefix_hashes[-1] in self._unstored:
-                return
-            hashes = [page_hash.hex() for page_hash in backup.hashes]
-            prefix = tuple(page_hash.hex() for page_hash in backup.prefix_hashes)
-            for start, stop in _batches(len(hashes)):
-                extra = self._extra(prefix, hashes, start, backup.node.namespace.tenant or "")
-                stored = start + self._store(hashes[start:stop], backup.host_pages[start:stop], extra)
+            names = [page_hash.hex() for page_hash in hashes]
+            prefix = tuple(page_hash.hex() for page_hash in backup.prefix_hashes[:first])
+            for start, stop in _batches(len(names)):
+                extra = self._extra(prefix, names, start, backup.node.namespace.tenant or "")
+                stored = start + self._store(names[start:stop], pages[start:stop], extra)
                 if stored < stop:
                     break
         finally:
-            self._remember(backup.hashes, stored)
-            self._when_returned(backup.host_pages, ended.set)
+            self._remember(hashes, stored)
+            self._when_returned(pages, ended.set)
 
     def _store(self, hashes: Sequence[str], host_pages: np.ndarray, extra: StorageExtra) -> int:
         slots = slots_of(host_pages, self.host_pool.page_size)
@@ -154,14 +159,22 @@ class StorageIO:
         self._count("l2_to_l3", stored)
         return stored
 
+    def _first_unstored(self, hashes: Sequence[bytes]) -> int:
+        """Place of the first page that could not be stored before; how many there are, when all could."""
+        with self._lock:
+            if not self._unstored:
+                return len(hashes)
+            return next((at for at, page_hash in enumerate(hashes) if page_hash in self._unstored), len(hashes))
+
     def _remember(self, hashes: Sequence[bytes], stored: int) -> None:
         """Notes which pages are not in the store, so that no descendant is stored without its ancestors."""
-        for page_hash in hashes[:stored]:
-            self._unstored.pop(page_hash, None)
-        for page_hash in hashes[stored:]:
-            self._unstored[page_hash] = None
-        while len(self._unstored) > MAX_UNSTORED:
-            self._unstored.popitem(last=False)
+        with self._lock:
+            for page_hash in hashes[:stored]:
+                self._unstored.pop(page_hash, None)
+            for page_hash in hashes[stored:]:
+                self._unstored[page_hash] = None
+            while len(self._unstored) > MAX_UNSTORED:
+                self._unstored.popitem(last=False)
         if stored < len(hashes):
             self._count("l3_backup_failed", len(hashes) - stored)
 

@@ -104,6 +104,23 @@ def test_lost_or_unreachable_l3_prefix_a_store_that_comes_late() -> None:
     assert all(set(hashes) <= pages for pages in stored_by_rank(group).values())
 
 
+def test_lost_or_unreachable_l3_prefix_a_prefix_that_was_sent_while_the_store_was_away() -> None:
+    """A system prompt never leaves the tree: it is stored with the first thing below it, once the store is back."""
+    group = group_of(device_pages=40, host_pages=60)
+    system = list(range(8))
+    away = plan({"kind": "drop", "who": "rank 0", "point": "storage.batch_set_v1", "times": 0})
+    with injected(away):
+        serve(group, "first", system)
+        serve(group, "second", [*system, 20, 21])
+    assert not group.store
+    for cache in group.caches:
+        guard = cache.controller.storage_io.storage  # type: ignore[union-attr]
+        guard.breakers["write"].succeeded()
+    serve(group, "third", [*system, 30, 31])
+    hashes = [h.hex() for h in page_hashes(np.array([*system, 30, 31], dtype="<u4"), group.shape.page_size)]
+    assert all(set(hashes) == pages for pages in stored_by_rank(group).values())
+
+
 # -- wrong bytes under a right key; key too narrow -------------------------------------------------------------------
 
 

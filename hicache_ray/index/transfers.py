@@ -137,7 +137,13 @@ class Transfers:
 
     def _begin(self, node: Node, start: int, host_pages: Pages) -> Backup:
         path, stop = self._path_hashes(node), start + len(host_pages)
-        backup = Backup(self._seq(), node, start, host_pages, path[start:stop], path[:start])
+        # A host copy with something below it is not evicted: protecting the node keeps those above it, too.
+        above = [
+            part.host_value for part in self._covered(node, 0) if part.end <= start and part.host_value is not None
+        ]
+        prefix_pages = concatenated(above)
+        assert len(prefix_pages) == start, f"{node!r} has a host copy, and not all above it have one"
+        backup = Backup(self._seq(), node, start, host_pages, path[start:stop], path[:start], prefix_pages)
         self._tree.protect(node)
         self.backups.append(backup)
         return backup

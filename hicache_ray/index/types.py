@@ -102,6 +102,7 @@ class Backup(NamedTuple):
     Attributes:
         hashes: hash of each page.
         prefix_hashes: hashes of all pages before them, from the root.
+        prefix_pages: L2 pages of those, which stay there for as long as this backup is in flight.
     """
 
     seq: int
@@ -110,6 +111,7 @@ class Backup(NamedTuple):
     host_pages: Pages
     hashes: list[bytes]
     prefix_hashes: list[bytes]
+    prefix_pages: Pages
 
 
 class Ledger(NamedTuple):
