@@ -37,7 +37,7 @@ from hicache_ray.testing.faults import Firing, PlanInjector
 logger = logging.getLogger("hicache_ray.testing.hooks")
 
 KV_NAMESPACE = b"hicache_ray.faults"
-CALL_SECONDS = 2.0
+CALL_SECONDS, REMOVE_SECONDS = 2.0, 30.0
 _BESIDE = {RANK: "health", STORAGE: "ctl", SUPERVISOR: "status"}
 """Concurrency group in which an actor of each role answers beside its work."""
 
@@ -79,8 +79,8 @@ class ServiceFaults:
         }
         return {one: Process(*answer) for one, answer in self.answers(calls, seconds).items()}
 
-    def remove(self, seconds: float = CALL_SECONDS) -> None:
-        """Ends the plan in every actor that answers, and forgets what happened."""
+    def remove(self, seconds: float = REMOVE_SECONDS) -> None:
+        """Ends the plan in every actor that answers in time, and forgets what happened."""
         self.answers({one: self.call(one, _remove) for one in self.who}, seconds)
         _internal_kv_del(self._id.encode(), del_by_prefix=True, namespace=KV_NAMESPACE)
 
