@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hicache_ray import faultpoints
+from hicache_ray.checks import check_step
 from hicache_ray.config import prefetch_timeout_per_page
 from hicache_ray.control import carry_out
 from hicache_ray.controller import NO_CONSUMER, TransferController
@@ -26,6 +27,7 @@ from hicache_ray.prefetcher import Prefetcher
 from hicache_ray.prepared import PreparedStores, StorageFactory
 from hicache_ray.progress import Progress
 from hicache_ray.protocol import (
+    NEXT_STEP,
     Admit,
     Admitted,
     Chunk,
@@ -40,7 +42,7 @@ from hicache_ray.protocol import (
     StepRequest,
 )
 from hicache_ray.radix.key import Key
-from hicache_ray.requests import Forward, Request, RequestError
+from hicache_ray.requests import Forward, Request
 from hicache_ray.storage.base import HiCacheStorage
 
 logger = logging.getLogger("hicache_ray.cache")
@@ -119,6 +121,8 @@ class HiRadixCache:
             CopyError: a copy between L1 and L2 failed; the rank must end.
         """
         began = time.perf_counter()
+        if request.step == NEXT_STEP:
+            request = replace(request, step=self.next_step)
         progress = self.collect(request)
         collected = time.perf_counter()
         agreed = Progress.agreed(reduce(progress.vector()))
@@ -420,35 +424,8 @@ class HiRadixCache:
 
     def check(self, request: StepRequest) -> None:
         """Raises RequestError when the request names something in a state in which that can't be done."""
-        ended = {*request.aborts, *(finish.rid for finish in request.finishes)}
-        arriving = {admit.rid for admit in request.admits}
-        for finish in request.finishes:
-            self._expect(finish.rid, True, "finish")
-        for chunk in request.chunks:
-            self._expect(chunk.rid, True, "chunk")
-        for rid in arriving - ended:
-            if rid in self.requests and self.requests[rid].running:
-                raise RequestError(f"request {rid!r} is running: abort or finish it before it is admitted again")
-        for name, rids in (("poll", request.polls), ("schedule", request.schedules)):
-            for rid in rids:
-                if rid not in arriving:
-                    self._expect(rid, False, name)
-        for admit in request.admits:
-            self._check_size(admit)
-
-    def _expect(self, rid: str, running: bool, operation: str) -> None:
-        request = self.requests.get(rid)
-        if request is None:
-            raise RequestError(f"{operation}: request {rid!r} is unknown here: admit it first")
-        if request.running is not running:
-            state = "running" if request.running else "waiting"
-            raise RequestError(f"{operation}: request {rid!r} is {state}")
-
-    def _check_size(self, admit: Admit) -> None:
-        tokens = len(admit.tokens) // 4 + admit.max_new_tokens
         room = self.index.device.total * self.page_size
-        if tokens > room:
-            raise RequestError(f"request {admit.rid!r} needs {tokens} tokens of L1, which has {room}: it can never run")
+        check_step(request, self.requests, generation=self.generation, next_step=self.next_step, room=room)
 
     def _pages_of(self, request: Request) -> int:
         return -(-(len(request.tokens) + request.max_new_tokens) // self.page_size)

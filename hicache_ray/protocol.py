@@ -16,6 +16,8 @@ from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 << 20
+MAX_RID = 1024
+"""Most characters of a request id."""
 TOKEN_BYTES = 4
 
 NEXT_STEP = -1
@@ -104,6 +106,18 @@ class StepRequest:
                 [[p.tokens, list(p.namespace)] for p in self.peeks],
             ]
         )
+
+    def checked(self) -> bytes:
+        """The wire form, after a look at every field; raises ProtocolError for what no rank would take.
+
+        What a caller got wrong is said where it was said, and reaches no rank.
+        """
+        try:
+            message = self.encode()
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise ProtocolError(f"step request: can't be sent ({error})") from None
+        self.decode(message)
+        return message
 
     @classmethod
     def decode(cls, message: bytes) -> StepRequest:
@@ -293,8 +307,10 @@ def _admit(row: list[Any]) -> Admit:
     rid, tokens, namespace, priority, max_new_tokens = row
     if _typed(max_new_tokens, int, "max_new_tokens") < 0:
         raise ProtocolError(f"max_new_tokens: {max_new_tokens} is negative")
+    if not 0 < len(_typed(rid, str, "rid")) <= MAX_RID:
+        raise ProtocolError(f"rid: {len(rid)} characters, give 1 to {MAX_RID}")
     return Admit(
-        _typed(rid, str, "rid"),
+        rid,
         _tokens(tokens, "tokens"),
         _namespace(namespace),
         _typed(priority, int, "priority"),

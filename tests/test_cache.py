@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import Namespace
-from hicache_ray.protocol import Chunk, Finish, Peek
+from hicache_ray.protocol import NEXT_STEP, Admit, Chunk, Finish, Peek, ProtocolError, StepRequest
 from hicache_ray.requests import RequestError
 from tests.whole_cache import Lockstep, Shape, admit, tokens_of
 
@@ -104,3 +104,58 @@ def test_what_can_not_be_done_is_refused_before_anything_changes(step: dict[str,
     with pytest.raises(RequestError, match=text):
         ranks.step(aborts=["wait"] if "admits" in step else [], **step)  # type: ignore[arg-type]
     assert ranks.caches[0].index.tree.digest() == before and set(ranks.caches[0].requests) == {"run", "wait"}
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ({"schedules": ["wait", "wait"]}, "schedules: request 'wait' is named 2 times"),
+        ({"finishes": [Finish("run"), Finish("run")]}, "aborts and finishes: request 'run' is named 2 times"),
+        ({"aborts": ["run"], "finishes": [Finish("run")]}, "aborts and finishes: request 'run'"),
+        ({"aborts": ["run"], "chunks": [Chunk("run", 2)]}, "chunk: request 'run' ends in the same step"),
+        ({"finishes": [Finish("run")], "chunks": [Chunk("run", 2)]}, "chunk: request 'run' ends"),
+        ({"aborts": ["wait"], "polls": ["wait"]}, "poll: request 'wait' ends in the same step"),
+        ({"aborts": ["wait"], "schedules": ["wait"]}, "schedule: request 'wait' ends"),
+        ({"admits": [admit("new", [1]), admit("new", [2])]}, "admits: request 'new' is named 2 times"),
+        ({"chunks": [Chunk("run", 1), Chunk("run", 2)]}, "chunks: request 'run' is named 2 times"),
+        ({"admits": [Admit("odd", b"abc")]}, "3 bytes"),
+        ({"admits": [Admit("less", b"", max_new_tokens=-5)]}, "is negative"),
+        ({"admits": [Admit("", b"")]}, "rid: 0 characters"),
+    ],
+)
+def test_a_step_that_contradicts_itself_is_refused_whole(step: dict[str, object], text: str) -> None:
+    ranks = group()
+    ranks.step(admits=[admit("run", [1, 2, 3]), admit("wait", [4, 5, 6])], schedules=["run"])
+    before = ranks.caches[0].index.tree.digest()
+    with pytest.raises(ValueError, match=text):
+        ranks.step(**step)  # type: ignore[arg-type]
+    assert ranks.caches[0].index.tree.digest() == before and set(ranks.caches[0].requests) == {"run", "wait"}
+    ranks.step(finishes=[Finish("run")], aborts=["wait"])
+    ranks.settle()
+    assert ranks.caches[0].ledger()["device"].in_flight == 0
+
+
+@pytest.mark.parametrize("where", [{"generation": 5}, {"step": 99}, {"step": 0}])
+def test_a_step_from_another_point_is_refused(where: dict[str, int]) -> None:
+    ranks = group()
+    ranks.step()
+    request = StepRequest(**({"generation": 0, "step": 1} | where))
+    with pytest.raises(RequestError, match="this rank is at step 1 of generation 0"):
+        ranks.caches[0].step(request)
+    assert ranks.caches[0].step(StepRequest(0, NEXT_STEP)).step == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"admits": (Admit("a", [1, 2]),)}, "tokens: expected bytes"),  # type: ignore[arg-type]
+        ({"admits": (Admit("a", b"", None),)}, "can't be sent"),  # type: ignore[arg-type]
+        ({"admits": (Admit("\ud800", b""),)}, "can't be sent"),
+        ({"admits": (Admit("a", b"", priority=2**64),)}, "can't be sent"),
+        ({"polls": (5,)}, "polls: expected str"),
+        ({"finishes": (Finish("a", b"a"),)}, "4-byte tokens"),
+    ],
+)
+def test_a_malformed_field_is_said_where_it_was_said(bad: dict[str, object], text: str) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        StepRequest(0, 0, **bad).checked()  # type: ignore[arg-type]

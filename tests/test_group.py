@@ -15,7 +15,7 @@ import hicache_ray
 from hicache_ray.actors.directory import look_up
 from hicache_ray.actors.errors import DivergenceError, GroupError
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.protocol import Admit, Finish, StepAnswer
+from hicache_ray.protocol import Admit, Finish, ProtocolError, StepAnswer
 from hicache_ray.requests import RequestError
 from hicache_ray.service import Service, ServiceError
 from tests.ray_service import ENGINE, prompts, serve, service, settle, until
@@ -67,7 +67,12 @@ def test_a_step_that_can_not_be_done_says_why_and_changes_nothing(group: TPGroup
     ):
         with pytest.raises(RequestError, match=text):
             group.step(**step)  # type: ignore[arg-type]
+    generation = group.generation
+    for bad in ({"admits": [Admit("odd", b"abc")]}, {"polls": [5]}, {"admits": [Admit("a", b"", max_new_tokens=-1)]}):
+        with pytest.raises(ProtocolError):
+            group.step(**bad)  # type: ignore[arg-type]
     serve(group, "after", prompts(1, seed=9)[0])
+    assert group.generation == generation, "a caller's mistake rebuilt the group"
 
 
 def test_timings_are_split_and_add_up(group: TPGroup) -> None:

@@ -21,7 +21,7 @@ from hicache_ray.protocol import (
     StepRequest,
 )
 
-rids = st.text(max_size=8)
+rids = st.text(min_size=1, max_size=8)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(lambda ids: b"".join(i.to_bytes(4, "little") for i in ids))
 namespaces = st.builds(Namespace, *([st.none() | st.text(max_size=4)] * 3))
 admits = st.builds(Admit, rids, tokens, namespaces, st.integers(-5, 5), st.integers(0, 9))

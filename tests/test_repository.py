@@ -34,7 +34,7 @@ LAYERS = [
     {"index", "ledger"},
     {"kernels"},
     {"storage"},
-    {"worker", "copies", "storage_io", "controller", "prefetch", "prefetcher", "requests"},
+    {"worker", "copies", "storage_io", "controller", "prefetch", "prefetcher", "requests", "checks"},
     {"cache", "control", "prepared", "inspection", "events", "metrics", "build", "engine", "recover"},
     {"actors"},
     {"service", "service_audit"},

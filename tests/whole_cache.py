@@ -219,7 +219,7 @@ class Lockstep:
             tuple(chunks),
             tuple(peeks),
         )
-        message = request.encode()
+        message = request.checked()
         for finish in finishes:
             for cache in self.caches:
                 self.fill(cache, cache.requests[finish.rid], finish.output)

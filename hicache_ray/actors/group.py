@@ -31,7 +31,7 @@ from hicache_ray.actors.names import RAY_NAMESPACE, rank_name
 from hicache_ray.actors.rank import CONCURRENCY_GROUPS, RankServer, RankSpec
 from hicache_ray.actors.runtime_control import RuntimeControl
 from hicache_ray.answers import GroupAnswer, differences, merge
-from hicache_ray.protocol import NEXT_STEP, Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest
+from hicache_ray.protocol import NEXT_STEP, Admit, Chunk, Control, Finish, Peek, ProtocolError, StepAnswer, StepRequest
 from hicache_ray.requests import RequestError
 
 _remote: Any = ray.remote
@@ -179,6 +179,7 @@ class TPGroup(RuntimeControl):
         """One scheduling iteration on all ranks.
 
         Raises:
+            ProtocolError: a field of the step is not what it must be; nothing was sent.
             RequestError: the step names a request in a state in which that can't be done; nothing was applied anywhere.
             GroupRestarted: the group was broken and is rebuilt; send the requests again.
             StepTimeout, RankDied, DivergenceError: the group is broken and nobody rebuilds it; so is every later step.
@@ -198,8 +199,9 @@ class TPGroup(RuntimeControl):
             chunks=tuple(chunks),
             peeks=tuple(peeks),
         )
+        message = request.checked()
         try:
-            answers = [StepAnswer.decode(answer) for answer in self._send(request.encode())]
+            answers = [StepAnswer.decode(answer) for answer in self._send(message)]
             self._compare(answers)
         except GroupError as error:
             self._heal(error)
@@ -278,7 +280,7 @@ class TPGroup(RuntimeControl):
         except GetTimeoutError:
             raise StepTimeout(f"group {self.name}: {what} was not answered within {timeout:g} s") from None
         except RayTaskError as error:
-            if isinstance(error.cause, RequestError | AssertionError | StepCollision):
+            if isinstance(error.cause, ProtocolError | RequestError | AssertionError | StepCollision):
                 raise error.cause from None
             if isinstance(error.cause, StaleGeneration):
                 raise GroupError(f"group {self.name}: {error.cause}") from None

@@ -119,7 +119,7 @@ class LocalGroup(RuntimeControl):
             controls=tuple(controls),
             chunks=tuple(chunks),
             peeks=tuple(peeks),
-        ).encode()
+        ).checked()
         requests = [StepRequest.decode(message) for _ in self.caches]
         timings: dict[str, float] = {}
         answers = self._answers(requests, timings)
