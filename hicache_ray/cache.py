@@ -110,6 +110,11 @@ class HiRadixCache:
         """Tokens a page."""
         return self.index.page_size
 
+    @property
+    def backend_options(self) -> Mapping[str, Any]:
+        """What the attached backend was made from; empty where none is attached."""
+        return self._backend_options
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def step(self, request: StepRequest, reduce: Reducer = alone) -> StepAnswer:

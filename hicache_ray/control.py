@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 DONE, DRAINING, REFUSED = "done", "draining", "refused"
 
+_ABSENT = object()
+
 Answer = list[str]
 """[state, text]: state is one of DONE, DRAINING, REFUSED; the text says why, or is empty."""
 
@@ -112,6 +114,8 @@ def _detach(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
 def _attach(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
     """Begins to use an L3 backend by name and options; policies may come along. Refused: nothing changes.
 
+    The attached backend again, with the options it has or with none: only the policies change.
+
     `ticket` names a backend that `HiRadixCache.prepare_storage` has made. With `hold` the backend is attached but not
     used, and the policies stay, until `resume`: so that an attach that fails on one rank can be undone on the others.
     """
@@ -126,7 +130,21 @@ def _attach(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
         cache.prefetcher.enabled = not hold
     elif attached != backend:
         return [REFUSED, f"storage backend {attached!r} is attached: detach it before {backend!r} is"]
+    elif differences := _differences(cache.backend_options, arguments.get("options") or {}):
+        return [REFUSED, f"storage backend {backend!r} is attached with other options ({differences}): detach it first"]
     return [DONE, ""] if hold else _resume(cache, policies)
+
+
+def _differences(attached: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Which options are not as wanted, as text; "" where none is wanted, or none differs."""
+    if not wanted:
+        return ""
+    names = [name for name in {**attached, **wanted} if attached.get(name, _ABSENT) != wanted.get(name, _ABSENT)]
+    return ", ".join(f"{name}: has {_shown(attached, name)}, given {_shown(wanted, name)}" for name in names)
+
+
+def _shown(options: Mapping[str, Any], name: str) -> str:
+    return repr(options[name]) if name in options else "none"
 
 
 def _resume(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:

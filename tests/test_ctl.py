@@ -182,7 +182,7 @@ def test_l3_is_cleared_detached_and_attached(ctl: Ctl, group: TPGroup, running: 
     assert ctl("detach")[:2] == (0, "a: detached\n")
     assert ctl("detach")[:2] == (0, "a: detached (no storage backend was attached)\n")
     code, _, err = ctl("attach", "file", "--options", "{")
-    assert code == 1 and "no JSON" in err
+    assert code == 2 and "no JSON" in err
     code, _, err = ctl("attach", "floppy")
     assert code == 1 and "unknown storage backend 'floppy'" in err
     assert ctl("attach", "file", "--options", json.dumps({"directory": str(tmp_path)}))[:2] == (0, "a: uses file\n")

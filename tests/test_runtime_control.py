@@ -117,6 +117,25 @@ def test_case_61_another_backend_is_refused_and_the_policies_stay(group: LocalGr
     )
 
 
+def test_the_same_backend_with_other_options_is_refused_and_says_which_differ(
+    group: LocalGroup, tmp_path: Path
+) -> None:
+    mine = {"directory": str(tmp_path / "mine"), "threads": 2}
+    group.attach("file", mine)
+    for changes, text in (
+        ({"directory": str(tmp_path / "other")}, r"\(directory: has '.*mine', given '.*other'\): detach it first"),
+        ({"threads": 3}, r"with other options \(threads: has 2, given 3\)"),
+        ({"fsync": True}, r"\(fsync: has none, given True\)"),
+    ):
+        refused(group, lambda given={**mine, **changes}: group.attach("file", given, write_policy="write_back"), text)
+    refused(group, lambda: group.attach("file", {"directory": mine["directory"]}), r"threads: has 2, given none")
+    group.attach("file", dict(reversed(mine.items())), prefetch_threshold=16)
+    group.attach("file", {"prefetch_threshold": 20}, prefetch_policy="timeout")
+    _, policies = state(group)
+    assert (policies["prefetch_policy"], policies["prefetch_threshold"]) == ("timeout", 20)
+    assert group.caches[0].backend_options == mine
+
+
 def test_case_61_detach_twice_succeeds_and_policies_survive_it(group: LocalGroup, tmp_path: Path) -> None:
     group.attach(BACKEND, prefetch_policy="timeout", prefetch_threshold=12, prefetch_timeout_base=0.5)
     assert group.detach() == ""

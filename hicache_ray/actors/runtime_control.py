@@ -61,7 +61,8 @@ class RuntimeControl:
         timeout: float = CONTROL_TIMEOUT,
         **policies: Any,
     ) -> str:
-        """Begins to use an L3 backend, on all ranks or on none. The attached one again: only the policies change.
+        """Begins to use an L3 backend, on all ranks or on none. The attached one again, with its options or none:
+        only the policies change.
 
         Args:
             backend: its registered name.
@@ -71,8 +72,8 @@ class RuntimeControl:
             policies: as `set_policies`.
 
         Raises:
-            ControlRefused: another backend is attached, or a policy, an option or the backend can't be had; nothing
-                changed.
+            ControlRefused: another backend is attached, or this one with other options; or a policy, an option or the
+                backend can't be had; nothing changed.
             ControlTimeout, GroupError: as `flush`.
         """
         chosen, given = _options(options, policies)

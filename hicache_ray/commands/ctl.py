@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from hicache_ray.commands.ctl_text import audit_lines, heal_line, status_lines, 
 from hicache_ray.commands.input import BadInput, bad_input
 from hicache_ray.commands.running import RunFailed
 from hicache_ray.config import HiCacheConfig
+from hicache_ray.config_extra import PREFETCH_KEYS, parse_extra_config
 from hicache_ray.config_options import options_of, types_of
 from hicache_ray.control import POLICIES, ControlRefused, ControlTimeout, checked_policies
 
@@ -79,8 +81,8 @@ def flush(settings: dict[str, Any], group: str | None) -> None:
 @click.pass_obj
 def attach(settings: dict[str, Any], backend: str, options: str | None, group: str | None, **policies: Any) -> None:
     """Begin to use an L3 BACKEND, on all ranks of a group or on none."""
-    given = _given(policies)
-    _each(settings, group, f"uses {backend}", lambda target: target.attach(backend, options, **given))
+    given, chosen = _given(policies), _backend_options(options)
+    _each(settings, group, f"uses {backend}", lambda target: target.attach(backend, chosen, **given))
 
 
 @command.command()
@@ -176,6 +178,11 @@ def _service(settings: dict[str, Any]) -> Iterator[Service]:
     from hicache_ray.service import ServiceError, connect
 
     address = settings["address"]
+    if (address or os.environ.get("RAY_ADDRESS")) == "local":
+        raise BadInput(
+            "the address 'local' would start a Ray cluster of its own, in which no service runs: "
+            "give HOST:PORT or auto, or leave it out for the Ray of this machine"
+        )
     try:
         service = connect(settings["name"], address=address)
     except (ServiceError, ConnectionError, ValueError) as error:
@@ -219,3 +226,13 @@ def _given(policies: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in policies.items() if value is not None}
     with bad_input():
         return checked_policies(given)
+
+
+def _backend_options(text: str | None) -> dict[str, Any]:
+    """The options of a backend, with the policies among them checked: what is wrong with them needs no service."""
+    try:
+        options = parse_extra_config(text)
+        checked_policies({name: value for name, value in options.items() if name in PREFETCH_KEYS})
+    except ValueError as error:
+        raise BadInput(f"--options: {' '.join(str(error).split())}") from error
+    return options
