@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -55,8 +56,10 @@ class FileSubject(StorageSubject):
 
     def take_away(self, folder: Path) -> None:
         (folder / "pages").rename(folder / "gone")
+        (folder / "pages").touch()  # a folder that is only missing would be made again
 
     def bring_back(self, folder: Path) -> None:
+        (folder / "pages").unlink()
         (folder / "gone").rename(folder / "pages")
 
     def freeze(self, folder: Path) -> None:
@@ -107,6 +110,46 @@ def test_case_9_sglang_files_have_its_names_and_bytes(tmp_path: Path, layout: st
     assert np.array_equal(pool.read(1), pool.read(2))
     os.truncate(tmp_path / "pages" / f"{names[0]}_org-m_1_2.bin", 5)
     assert store.batch_get_v1(names, pool.slots([2])) == [False]
+    store.close()
+
+
+@pytest.mark.parametrize("cap", [None, 6 * FILE_BYTES])
+def test_a_folder_that_was_removed_is_made_again_by_the_next_write(tmp_path: Path, cap: int | None) -> None:
+    parent, folder, names = tmp_path / "deep", tmp_path / "deep" / "pages", page_names(4)
+    store, pool = open_store(parent, max_bytes=cap)
+    other, other_pool = open_store(parent, max_bytes=cap)
+    for round_number in range(2):
+        assert put(store, pool, names) == [True] * 4
+        shutil.rmtree(parent)
+        assert store.batch_exists(names) == 0
+        assert store.batch_get_v1(names, pool.slots(range(4))) == [False] * 4
+        assert not folder.exists(), "reads make nothing"
+        assert put(other, other_pool, names[:2]) == [True] * 2
+        assert put(store, pool, names) == [True] * 4
+        assert store.batch_get_v1(names, pool.slots(range(4))) == [True] * 4
+        assert other.batch_exists(names) == 4
+        assert len(list(folder.rglob("*.page"))) == 4
+        assert store.space.used_bytes == other.space.used_bytes == 4 * FILE_BYTES, round_number
+        store.clear()
+    put(store, pool, names)
+    put(store, pool, page_names(4, seed=1))
+    if cap is not None:
+        assert store.space.used_bytes <= cap and sum(file.stat().st_size for file in folder.rglob("*.page")) <= cap
+    store.close()
+    other.close()
+    assert not list((folder / ".writing").iterdir())
+
+
+def test_a_folder_that_can_not_be_made_again_is_a_miss_and_reserves_nothing(tmp_path: Path) -> None:
+    folder, names = tmp_path / "pages", page_names(4)
+    store, pool = open_store(tmp_path, max_bytes=6 * FILE_BYTES)
+    shutil.rmtree(folder)
+    folder.touch()
+    for _ in range(3):
+        assert put(store, pool, names) == [False] * 4
+    folder.unlink()
+    assert put(store, pool, names) == [True] * 4
+    assert store.space.used_bytes == 4 * FILE_BYTES
     store.close()
 
 

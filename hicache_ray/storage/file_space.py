@@ -37,7 +37,8 @@ class FileSpace:
 
     Every process keeps its own order, found by a scan at start and renewed by later ones; the byte count is shared, so
     the cap holds for all processes together. The order of use travels between processes in the files' modification
-    times: a file that another process used since is passed over once. Thread-safe.
+    times: a file that another process used since is passed over once. A folder that was removed meanwhile is made again
+    by the next `reserve`. Thread-safe.
     """
 
     def __init__(self, root: Path, limits: SpaceLimits) -> None:
@@ -49,8 +50,7 @@ class FileSpace:
         self._outstanding = 0
         self._stamp = 0
         self.evicted = 0
-        root.mkdir(parents=True, exist_ok=True)
-        (root / WRITING_NAME).mkdir(exist_ok=True)
+        self._make_folders()
         self._usage = SharedCount(root / USAGE_NAME)
         with self._usage.locked():
             self._writing = WritingFolder(root / WRITING_NAME)
@@ -88,21 +88,19 @@ class FileSpace:
 
     def reserve(self, size: int) -> bool:
         """Count `size` bytes that are about to be written, and make room for them; False when there is no room. After
-        True comes `settle`."""
-        cap = self._limits.max_bytes
-        over = 0
+        True comes `settle`. OSError when the folder can't be used; nothing is reserved then."""
         with self._lock:
-            self._outstanding += size
+            self._restore()
             total = self._usage.add(size)
-            if cap is not None:
-                over = total - cap
-                if self._written > cap // 2:
-                    over += self._rescan()
-            over = max(over, self._limits.min_free_bytes + size - _free_bytes(self._root))
-            if over <= 0 or self._evict(over):
-                return True
-            self.settle(size, 0)
-            return False
+            self._outstanding += size
+            try:
+                fits = self._make_room(total, size)
+            except OSError:
+                self.settle(size, 0)
+                raise
+            if not fits:
+                self.settle(size, 0)
+            return fits
 
     def settle(self, reserved: int, written: int) -> None:
         """End a reservation: `written` bytes of it are now page files."""
@@ -125,6 +123,32 @@ class FileSpace:
         """Give the folder back; the files stay."""
         self._writing.close()
         self._usage.close()
+
+    def _make_folders(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        (self._root / WRITING_NAME).mkdir(exist_ok=True)
+
+    def _restore(self) -> None:
+        """Make the folder and what belongs into it again where it was removed, or another took its place."""
+        if self._usage.is_in_place and self._writing.is_in_place:
+            return
+        logger.warning("the folder %s was removed while it was in use and is made again", self._root)
+        self._make_folders()
+        self._usage.reopen()
+        with self._usage.locked():
+            self._writing.make_again()
+            self._rescan()
+
+    def _make_room(self, total: int, size: int) -> bool:
+        """Whether `size` bytes, which `total` counts already, fit, once files were evicted for them where need be."""
+        cap = self._limits.max_bytes
+        over = 0
+        if cap is not None:
+            over = total - cap
+            if self._written > cap // 2:
+                over += self._rescan()
+        over = max(over, self._limits.min_free_bytes + size - _free_bytes(self._root))
+        return over <= 0 or self._evict(over)
 
     def _evict(self, need: int) -> bool:
         for attempt in range(2):

@@ -23,8 +23,22 @@ class SharedCount:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = path
+        self._descriptor = _opened(path)
         self._lock = threading.RLock()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file is still there under its name. OSError after `close`."""
+        with self._lock:
+            return _is_at(self._descriptor, self._path)
+
+    def reopen(self) -> None:
+        """Go on with the file that is there now, a new one where there is none."""
+        descriptor = _opened(self._path)
+        with self._lock:
+            os.close(self._descriptor)
+            self._descriptor = descriptor
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -45,7 +59,8 @@ class SharedCount:
 
     def read(self) -> int:
         """The count."""
-        data = os.pread(self._descriptor, _COUNT.size, 0)
+        with self._lock:
+            data = os.pread(self._descriptor, _COUNT.size, 0)
         return int(_COUNT.unpack(data)[0]) if len(data) == _COUNT.size else 0
 
     def close(self) -> None:
@@ -62,10 +77,18 @@ class WritingFolder:
 
     def __init__(self, parent: Path) -> None:
         self._parent = parent
-        self.path = parent / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self.path.mkdir(parents=True)
-        self._descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        self.path, self._descriptor = self._made()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the folder is still there. OSError after `close`."""
+        return _is_at(self._descriptor, self.path / "lock")
+
+    def make_again(self) -> None:
+        """Go on with a new folder."""
+        path, descriptor = self._made()
+        old, self.path, self._descriptor = self._descriptor, path, descriptor
+        os.close(old)
 
     def remove_abandoned(self) -> bool:
         """Remove the folders of processes that ended without closing; True when no other process is at work here."""
@@ -79,6 +102,26 @@ class WritingFolder:
         """Remove the folder and give the lock back."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _made(self) -> tuple[Path, int]:
+        path = self._parent / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        path.mkdir(parents=True)
+        descriptor = _opened(path / "lock")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return path, descriptor
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    held = os.fstat(descriptor)
+    try:
+        return os.path.samestat(held, os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _remove_if_abandoned(folder: Path) -> bool:
