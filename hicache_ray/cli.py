@@ -1,6 +1,7 @@
 """The command line: `hicache-ray replay`, `demo`, `config`, `ctl`. Each command is a module of `hicache_ray.commands`.
 
-Exit codes: 0 done, 1 the run itself found a fault, 2 bad input (one message, no traceback), 130 interrupted.
+Exit codes: 0 done, 1 the run itself found a fault, 2 bad input (one message, no traceback), 130 interrupted,
+143 terminated.
 """
 
 from __future__ import annotations
@@ -70,15 +71,41 @@ def run(arguments: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("hicache-ray: interrupted", err=True)
         return INTERRUPTED
+    except SystemExit as error:
+        # Ray's own handler, which holds while Ray starts, exits with the number of the signal.
+        return TERMINATED if error.code == signal.SIGTERM else error.code
     return code if isinstance(code, int) else 0
 
 
 def main() -> None:
     """Entry point of the `hicache-ray` script."""
-    signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(run(sys.argv[1:]))
+    ending = Ending()
+    signal.signal(signal.SIGTERM, ending.terminate)
+    signal.signal(signal.SIGINT, ending.interrupt)
+    code = run(sys.argv[1:])
+    for number in (signal.SIGTERM, signal.SIGINT):  # what is left to do is Python's own end
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    # As an exception, so that what the command started is stopped on the way out.
-    raise SystemExit(TERMINATED)
+class Ending:
+    """What signals do: the first becomes an exception, so that what the command started is stopped on the way out.
+
+    Those after it are passed over: stopping is bounded by its own deadlines, and broken off it would leave processes.
+    """
+
+    def __init__(self) -> None:
+        self.began = False
+
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Handler of SIGINT."""
+        self._end(KeyboardInterrupt())
+
+    def terminate(self, signum: int, frame: FrameType | None) -> None:
+        """Handler of SIGTERM."""
+        self._end(SystemExit(TERMINATED))
+
+    def _end(self, error: BaseException) -> None:
+        if not self.began:
+            self.began = True
+            raise error

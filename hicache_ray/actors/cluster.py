@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +17,19 @@ import ray
 
 RAY_ANSWER_SECONDS = 3.0
 """How long a cluster that is named by its address may take to accept a connection."""
+
+_OWN_WORDS = ("auto", "local")
+"""Addresses that are looked up instead of connected to."""
+
+_ENDPOINT = re.compile(r"(?:ray://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
+
+
+class RayAddressError(ConnectionError):
+    """What is given as the address of a cluster is none, or no cluster answers there; the text names it."""
+
+
+class RayStartError(RuntimeError):
+    """Ray did not start, or did not let this process in; the text is one sentence with Ray's reason."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +56,16 @@ def enter(address: str | None, settings: RayStart) -> bool:
         Whether a cluster was started for it.
 
     Raises:
-        ConnectionError: the cluster named does not answer.
+        RayAddressError: the address is none, or the cluster it names does not answer.
+        RayStartError: Ray did not start.
     """
     if ray.is_initialized():
         return False
-    target = address or os.environ.get("RAY_ADDRESS")
+    target = _named(address)
     if target:
         check_ray_address(target)
-        ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
+    if target and target != "local":
+        _connect(target)
         return False
     arguments: dict[str, Any] = {
         "num_cpus": settings.num_cpus,
@@ -53,29 +73,75 @@ def enter(address: str | None, settings: RayStart) -> bool:
         "_temp_dir": settings.temp_dir,
     }
     given = {name: value for name, value in arguments.items() if value is not None}
-    ray.init(address="local", include_dashboard=settings.dashboard, log_to_driver=False, **given)
+    with _starting("Ray did not start on this machine"):
+        ray.init(address="local", include_dashboard=settings.dashboard, log_to_driver=False, **given)
     return True
 
 
 def join(address: str | None) -> None:
     """Connects this process to a running cluster: as `enter`, but "auto" instead of a new one."""
     if not ray.is_initialized():
-        target = address or os.environ.get("RAY_ADDRESS", "auto")
+        target = _named(address) or "auto"
         check_ray_address(target)
-        ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
+        _connect(target)
+
+
+def _named(address: str | None) -> str | None:
+    # Ray takes RAY_ADDRESS for "auto" too.
+    given = os.environ.get("RAY_ADDRESS")
+    return given or address if address in (None, "", "auto") else address
 
 
 def check_ray_address(address: str) -> None:
-    """Raises ConnectionError when nothing answers at "host:port": Ray itself would try for minutes.
+    """Checks an address before Ray has it, which would try for minutes or fail with a traceback.
 
-    Other forms of an address ("auto", "ray://...") are left to Ray.
+    Raises:
+        RayAddressError: it is none of "auto", "local", HOST:PORT and ray://HOST:PORT, or nothing answers there.
     """
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
+    if address in _OWN_WORDS:
         return
+    match = _ENDPOINT.fullmatch(address)
+    port = int(match["port"]) if match else 0
+    if match is None or not 0 < port < 1 << 16:
+        raise RayAddressError(
+            f"{address!r} is no address of a Ray cluster: give HOST:PORT, ray://HOST:PORT, auto or local; "
+            "without RAY_ADDRESS, the Ray of this machine is used"
+        )
     try:
-        socket.create_connection((host, int(port)), timeout=RAY_ANSWER_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(
-            f"no Ray cluster answers at {address}: {error}; without RAY_ADDRESS, the Ray of this machine is used"
+        socket.create_connection((match["host"].strip("[]"), port), timeout=RAY_ANSWER_SECONDS).close()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RayAddressError(
+            f"no Ray cluster answers at {address}: {reason}; without RAY_ADDRESS, the Ray of this machine is used"
         ) from error
+
+
+def _connect(target: str) -> None:
+    with _starting(f"Ray at {target} does not let this process in"):
+        try:
+            ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise RayAddressError(f"no Ray cluster answers at {target}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def _starting(failure: str) -> Iterator[None]:
+    """Has a failed `ray.init` leave nothing half up, and says in one sentence what Ray raised.
+
+    Ray replaces the handler of SIGTERM; one that the process had set itself is put back.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except RayAddressError:
+        ray.shutdown()
+        raise
+    except Exception as error:  # Ray raises plain Exception too, where a process of its own does not come up
+        ray.shutdown()
+        raise RayStartError(f"{failure}: {' '.join(str(error).split()) or type(error).__name__}") from error
+    except BaseException:
+        ray.shutdown()
+        raise
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)

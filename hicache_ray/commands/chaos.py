@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicache_ray.commands.input import BadInput, bad_input, check_output
-from hicache_ray.commands.running import RunFailed, write_json
+from hicache_ray.commands.running import RunFailed, in_one_line, start_failures, write_json
 from hicache_ray.config_names import ATTENTION_KINDS
 from hicache_ray.testing.fault_kinds import KINDS
 
@@ -134,17 +134,17 @@ def _run(settings: Any, plan: FaultPlan | None, console: Console) -> ChaosReport
     import os
 
     from hicache_ray.actors.errors import GroupError
-    from hicache_ray.service import ServiceError
     from hicache_ray.testing.chaos import run_chaos
     from hicache_ray.testing.fault_target import FaultPlanError
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        return run_chaos(settings, plan, progress=lambda text: console.print(text, highlight=False))
+        with start_failures():
+            return run_chaos(settings, plan, progress=lambda text: console.print(text, highlight=False))
     except (FaultPlanError, ValueError) as error:
         raise BadInput(str(error)) from error
-    except (GroupError, ServiceError, ConnectionError) as error:
-        raise RunFailed(" ".join(str(error).split())) from error
+    except GroupError as error:
+        raise RunFailed(in_one_line(error)) from error
 
 
 def _seconds(value: float | None) -> str:

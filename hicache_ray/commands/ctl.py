@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicache_ray.commands.ctl_text import audit_lines, heal_line, status_lines, value_text
+from hicache_ray.commands.ctl_text import audit_lines, heal_line, status_lines, storage_heal_line, value_text
 from hicache_ray.commands.input import BadInput, bad_input
 from hicache_ray.commands.running import RunFailed
 from hicache_ray.config import HiCacheConfig
@@ -158,15 +158,18 @@ def metrics(settings: dict[str, Any], group: str | None) -> None:
 @_group_option
 @click.pass_obj
 def heals(settings: dict[str, Any], group: str | None) -> None:
-    """Print each rebuild of a group since the supervisor started."""
+    """Print each rebuild of a group, and each storage actor that hung and was ended, since the supervisor started."""
     with _service(settings) as service:
         wanted = _groups(service, group)
         rows = [heal._asdict() for heal in service.supervisor.history() if heal.group in wanted]
+        ended = [heal._asdict() for heal in service.supervisor.storage_history()] if group is None else []
     if settings["as_json"]:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps([*rows, *ended], indent=2))
         return
     for row in rows:
         click.echo(heal_line(row))
+    for row in ended:
+        click.echo(storage_heal_line(row))
     if not rows:
         click.echo("no group was rebuilt")
 
@@ -174,6 +177,7 @@ def heals(settings: dict[str, Any], group: str | None) -> None:
 @contextmanager
 def _service(settings: dict[str, Any]) -> Iterator[Service]:
     """The service, connected to; what goes wrong with it becomes one sentence."""
+    from hicache_ray.actors.cluster import RayStartError
     from hicache_ray.actors.errors import GroupError
     from hicache_ray.service import ServiceError, connect
 
@@ -187,6 +191,8 @@ def _service(settings: dict[str, Any]) -> Iterator[Service]:
         service = connect(settings["name"], address=address)
     except (ServiceError, ConnectionError, ValueError) as error:
         raise BadInput(" ".join(str(error).split())) from error
+    except RayStartError as error:
+        raise RunFailed(str(error)) from error
     try:
         yield service
     except (ControlRefused, ControlTimeout, GroupError) as error:

@@ -64,7 +64,7 @@ def run_replay(
     from hicache_ray.replay.run import replay
 
     with _failures(), ExitStack() as stack:
-        with console.status(f"starting {settings.instances} x {settings.tp} ranks"), _start_failures(mode):
+        with console.status(f"starting {settings.instances} x {settings.tp} ranks"), start_failures(mode):
             groups = stack.enter_context(GROUPS[mode](config, settings))
         drive = DriveSettings(page_size=config.page_size, concurrency=settings.concurrency)
         progress = stack.enter_context(_bar(console, workload.total))
@@ -101,17 +101,20 @@ def _failures() -> Iterator[None]:
 
 
 @contextmanager
-def _start_failures(mode: str) -> Iterator[None]:
+def start_failures(mode: str = RAY) -> Iterator[None]:
     """Says in one sentence that Ray can't be started or reached, or the service not be started on it."""
     if mode != RAY:
         yield
         return
+    from hicache_ray.actors.cluster import RayAddressError, RayStartError
     from hicache_ray.actors.storage_pool import StoragePoolError
     from hicache_ray.service import ServiceError
 
     try:
         yield
-    except (ServiceError, StoragePoolError, OSError) as error:
+    except RayAddressError as error:
+        raise BadInput(in_one_line(error)) from error
+    except (RayStartError, ServiceError, StoragePoolError, OSError) as error:
         raise RunFailed(in_one_line(error)) from error
 
 

@@ -71,7 +71,8 @@ def ray_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[list
     """Groups of rank actors and a pool of storage actors, on the Ray cluster this process finds or else starts here.
 
     Raises:
-        ConnectionError: `RAY_ADDRESS` names a cluster that does not answer.
+        RayAddressError: `RAY_ADDRESS` is no address, or that of a cluster that does not answer.
+        RayStartError: Ray did not start.
         GroupError, ServiceError, StoragePoolError: they did not come up; what was started is stopped again.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -87,15 +88,20 @@ def ray_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[list
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits: stopping is bounded by its own deadlines, and broken off it would leave processes behind."""
+    """Signals to end wait: stopping is bounded by its own deadlines, and broken off it would leave processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    waiting: list[int] = []
+    ends = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda signum, frame: waiting.append(signum)) for number in ends}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(waiting):
+            signal.raise_signal(number)
 
 
 GROUPS: Mapping[str, Callable[[HiCacheConfig, ReplaySettings], AbstractContextManager[list[SteppedGroup]]]] = {
