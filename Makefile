@@ -47,7 +47,7 @@ chaos: $(READY)
 	$(BIN)/hicache-ray chaos --plan random --minutes 10 --seed 1
 
 bench: $(READY)
-	for name in tree hash copies storage step_reduction; do $(BIN)/python benchmarks/$$name.py; done
+	for name in tree hash copies storage backends step step_reduction; do $(BIN)/python benchmarks/$$name.py; done
 
 soak: $(READY)
 	$(BIN)/python benchmarks/soak.py
