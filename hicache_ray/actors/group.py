@@ -229,6 +229,8 @@ class TPGroup(RuntimeControl):
 
     def _join(self, generation: int) -> None:
         self.generation = generation
+        # Ranks come up at their own pace, and wait for one another only when all are up.
+        self._call("survey", timeout=self.options.start_timeout)
         self._ranks.pids = self._call("join", generation, timeout=self.options.start_timeout)
 
     def _find_generation(self) -> None:

@@ -32,6 +32,7 @@ _beside: Any = ray.method
 logger = logging.getLogger("hicache_ray.rank")
 
 PEER_TIMEOUT = 5.0
+JOIN_SECONDS = 10.0
 
 CONCURRENCY_GROUPS = {"health": 1, "peer": 1, "control": 1}
 """Threads beside the one that steps: for signs of life, for pages that other ranks ask for, and for what a runtime
@@ -74,10 +75,10 @@ class RankServer:
         self.metrics = RankMetrics(self.cache, self.events, service=service, group=group)
         self.exporter = RayExporter(self.metrics.registry, self.metrics.collect) if spec.config.enable_metrics else None
 
-    def join(self, generation: int) -> int:
+    def join(self, generation: int, within: float = JOIN_SECONDS) -> int:
         """Enters the group's reduction of this generation, leaving an older one first; returns this process's id.
 
-        All ranks of the group have to call it at about the same time.
+        All ranks of the group have to call it within so many seconds.
         """
         faultpoints.reach("rank.join")
         self.leave()
@@ -91,6 +92,7 @@ class RankServer:
                 world_size=config.tp_size,
                 timeout=config.collective_timeout,
                 backend=config.collective_backend,
+                join_timeout=within,
             )
         self.joined = True
         return os.getpid()

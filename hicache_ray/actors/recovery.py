@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.processes import kill_rank
+from hicache_ray.index.catalog import Catalog
 
 logger = logging.getLogger("hicache_ray.recovery")
 
@@ -48,12 +49,14 @@ class RecoveryLimits:
         answer: for a rank that may still be inside a reduction.
         start: for an actor to come up again.
         quiesce: for a rank's own transfers to end.
+        join: for all ranks to meet in the new generation; they are all up and idle by then.
         claim: spent on getting pages back; what is not back by then is dropped (and found in L3 later).
     """
 
     answer: float = 8.0
     start: float = 60.0
     quiesce: float = 10.0
+    join: float = 4.0
     claim: float = 5.0
 
 
@@ -129,7 +132,10 @@ class Recovery:
         pages = retained = 0
         if survivors:
             pages, retained = self._restore(survivors, claim)
-        pids = self._all("join", self.limits.start, everyone, generation)
+        else:
+            # A rank that was lost may have begun to come back in an attempt that failed.
+            self._all("restore", self.limits.answer, everyone, Catalog(()).pack(), b"")
+        pids = self._all("join", self.limits.join + self.limits.answer, everyone, generation, self.limits.join)
         fresh = tuple(rank for rank in everyone if ranks[rank].fresh)
         places = tuple((info.pid, info.node_id) for info in ranks)
         return Recovered(generation, tuple(pids), places, fresh, pages, retained, time.monotonic() - began)
