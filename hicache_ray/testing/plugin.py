@@ -134,8 +134,10 @@ def hicache_faults(hicache_service: Service, fault_plan: FaultPlan) -> Iterator[
         return
     runner = FaultRunner(faults)
     runner.start()
-    yield faults
-    runner.stop()
+    try:
+        yield faults
+    finally:
+        runner.stop()
 
 
 @pytest.fixture
