@@ -93,7 +93,7 @@ ACTOR_OPTIONS: Mapping[str, Any] = {
     "memory": 1,
     "max_restarts": -1,
     "max_task_retries": 0,
-    "concurrency_groups": {"io": 4, "ctl": 1},
+    "concurrency_groups": {"io": 4, "ctl": 1, "alive": 1},
 }
 """How `StorageActor` is made a Ray actor. No call is repeated by Ray: a client that got no answer decides itself."""
 
@@ -209,6 +209,11 @@ class StorageActor:
             start_seconds=self._start_seconds,
             balance=self._rebalancer.report,
         )
+
+    @ray.method(concurrency_group="alive")
+    def ping(self) -> tuple[int, str]:
+        """Process id and node; answered also while other calls take long."""
+        return os.getpid(), self._node_id
 
     @ray.method(concurrency_group="ctl")
     def spec(self) -> StorageActorSpec:

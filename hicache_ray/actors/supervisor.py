@@ -1,4 +1,5 @@
 """The supervisor of a service: notices ranks that died, hang or came back empty, and rebuilds their groups (DESIGN 7).
+Storage actors that hang are ended, so that Ray starts them again.
 
 It keeps nothing of its own: groups and generations are in the directory, so its own death is harmless. Ray restarts it
 and it reads them again.
@@ -19,6 +20,7 @@ from hicache_ray.actors.directory import generation_of, look_up, publish_generat
 from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.names import RAY_NAMESPACE, group_name, rank_name, supervisor_name
 from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery, RecoveryLimits
+from hicache_ray.actors.storage_watch import StorageHeal, StorageWatch
 from hicache_ray.metrics import HealMetrics, RayExporter
 
 _remote: Any = ray.remote
@@ -53,7 +55,7 @@ class SupervisorServer:
     Args:
         service: whose groups it watches.
         period: seconds between two looks at all ranks.
-        patience: seconds a rank may be silent before its group is rebuilt.
+        patience: seconds a rank may be silent before its group is rebuilt, or a storage actor before it is ended.
     """
 
     def __init__(self, service: str, period: float = 1.0, patience: float = 10.0) -> None:
@@ -61,6 +63,7 @@ class SupervisorServer:
         self.period = period
         self.patience = patience
         self.heals: list[Heal] = []
+        self.storage_heals: list[StorageHeal] = []
         self.metrics = HealMetrics(service)
         self._exporter: RayExporter | None = None
         self._one_at_a_time = threading.Lock()
@@ -68,6 +71,7 @@ class SupervisorServer:
         self._silent_since: dict[tuple[str, int], float] = {}
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="hicache-supervisor", daemon=True).start()
+        threading.Thread(target=self._watch_storage, name="hicache-storage-watch", daemon=True).start()
 
     def recover(self, group: str, seen: int) -> tuple[int, tuple[int, ...]]:
         """Rebuilds a group that its caller found broken at generation `seen`; (generation, pids) after it.
@@ -92,6 +96,11 @@ class SupervisorServer:
         return list(self.heals)
 
     @_beside(concurrency_group="status")
+    def storage_history(self) -> list[StorageHeal]:
+        """The storage actors that were ended since this supervisor's process began, oldest first."""
+        return list(self.storage_heals)
+
+    @_beside(concurrency_group="status")
     def stop(self) -> None:
         """Ends the watch; a rebuild under way ends first. May be called twice."""
         self._stopped.set()
@@ -110,6 +119,17 @@ class SupervisorServer:
                                 self._recover(group)
             except Exception:
                 logger.exception("the watch over service %s failed once; it goes on", self.service)
+
+    def _watch_storage(self) -> None:
+        """In a thread of its own: neither a rebuild nor a storage actor that hangs delays the other."""
+        watch = StorageWatch(self.service, self.patience)
+        while not self._stopped.wait(self.period):
+            try:
+                ended = watch.look(self.period)
+            except Exception:
+                logger.exception("the watch over the storage of service %s failed once; it goes on", self.service)
+                continue
+            self.storage_heals = [*self.storage_heals, *ended][-HISTORY:]
 
     def _is_broken(self, group: str) -> bool:
         """Whether a rank came back empty, is behind in generation, or has been silent for too long."""
@@ -265,6 +285,10 @@ class SupervisorClient:
     def history(self) -> list[Heal]:
         """The rebuilds since the supervisor's process began."""
         return ray.get(self._actor().history.remote(), timeout=10.0)
+
+    def storage_history(self) -> list[StorageHeal]:
+        """The storage actors that were ended since the supervisor's process began."""
+        return ray.get(self._actor().storage_history.remote(), timeout=10.0)
 
     def stop(self) -> None:
         """Ends the supervisor for good; nothing happens when there is none."""

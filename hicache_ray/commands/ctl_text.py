@@ -75,6 +75,13 @@ def heal_line(row: dict[str, Any]) -> str:
     )
 
 
+def storage_heal_line(row: dict[str, Any]) -> str:
+    """The end of a storage actor that hung as a line of text."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["ended_at"]))
+    silence = row["ended_at"] - row["silent_at"]
+    return f"{when} storage actor {row['member']}: silent for {silence:.1f} s; process {row['pid']} was ended"
+
+
 def value_text(value: Any) -> str:
     """A policy's value as it is written on the command line."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,74 @@
+"""A storage actor that hangs is ended by the service's supervisor, and comes back with its pages."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import ray
+
+from hicache_ray.actors.names import RAY_NAMESPACE
+from hicache_ray.cli import run
+from hicache_ray.service import Service
+from hicache_ray.storage.pool_options import actor_name
+from tests.ray_service import ENGINE, prompts, serve, service, settle, until
+
+pytestmark = pytest.mark.ray
+
+DEADLINE = 180.0
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Service]:
+    with service("watched", tp_size=1) as started:
+        yield started
+
+
+def test_a_storage_actor_that_hangs_comes_back_with_its_pages(
+    running: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool, group = running.storage, running.group("a", engine=ENGINE)
+    assert pool is not None
+    for number, prompt in enumerate(prompts(4, seed=5)):
+        serve(group, f"r{number}", prompt)
+    settle(group)
+    stored = {member: stats.pages for member, stats in pool.stats().items() if stats is not None}
+    before = {member: info.pid for member, info in pool.info().items() if info is not None}
+    hung, other = max(stored, key=lambda member: stored[member]), min(stored, key=lambda member: stored[member])
+    assert hung != other and stored[hung] > 0
+    os.kill(before[hung], signal.SIGSTOP)
+    try:
+        until(lambda: bool(running.supervisor.storage_history()), "the hung actor to be ended", DEADLINE)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(before[hung], signal.SIGCONT)
+    (heal,) = running.supervisor.storage_history()
+    assert (heal.member, heal.pid) == (hung, before[hung]) and heal.ended_at - heal.silent_at >= 10.0
+    until(lambda: pool.stats()[hung] is not None, "the actor to be back", DEADLINE)
+    infos, stats = pool.info(), pool.stats()
+    assert infos[hung].pid != before[hung] and infos[other].pid == before[other]
+    assert infos[hung].reopened_pages == stats[hung].pages == stored[hung]
+    assert set(pool.audit(read_pages=True).values()) == {""}
+    capsys.readouterr()
+    assert run(["ctl", "--name", "watched", "heals"]) == 0
+    assert f"storage actor {hung}: silent for" in capsys.readouterr().out
+
+
+def test_a_storage_actor_that_died_is_left_to_ray(running: Service) -> None:
+    pool = running.storage
+    assert pool is not None
+    ended = len(running.supervisor.storage_history())
+    member = pool.membership.members[0]
+    before = pool.info()[member]
+    assert before is not None
+    ray.kill(ray.get_actor(actor_name(member), namespace=RAY_NAMESPACE), no_restart=False)
+
+    def is_back() -> bool:
+        info = pool.info()[member]
+        return info is not None and info.pid != before.pid
+
+    until(is_back, "the actor to be back", DEADLINE)
+    assert len(running.supervisor.storage_history()) == ended
