@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run itself found a fault, 2 bad input (one message, no
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -30,6 +31,9 @@ COMMANDS = {
 BAD_INPUT = 2
 INTERRUPTED = 130
 TERMINATED = 143
+
+OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
+"""What writing to standard output raises when its reader left, or its disk is full."""
 
 
 class LazyCommands(click.Group):
@@ -62,6 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     try:
         code = app.main(args=list(arguments), prog_name="hicache-ray", standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return BAD_INPUT
@@ -73,7 +78,13 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except SystemExit as error:
         # Ray's own handler, which holds while Ray starts, exits with the number of the signal.
-        return TERMINATED if error.code == signal.SIGTERM else error.code
+        if error.code not in (signal.SIGTERM, TERMINATED):
+            raise
+        return TERMINATED
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS:
+            raise
+        return _output_lost(error)
     return code if isinstance(code, int) else 0
 
 
@@ -109,3 +120,14 @@ class Ending:
         if not self.began:
             self.began = True
             raise error
+
+
+def _output_lost(error: OSError) -> int:
+    # What Python still has to print would fail again when it ends.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    if error.errno != errno.EPIPE:
+        click.echo(f"hicache-ray: the output can't be written: {error.strerror}", err=True)
+        return BAD_INPUT
+    return 1

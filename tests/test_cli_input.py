@@ -16,6 +16,8 @@ from hicache_ray.commands.input import ByteSize
 
 GOOD = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [0, 1]})
 
+SCRIPT = (sys.executable, "-c", "from hicache_ray.cli import main; main()")
+
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
@@ -65,7 +67,7 @@ def test_starting_up_imports_neither_ray_nor_torch() -> None:
         (["bogus"], "No such command 'bogus'"),
         (["replay"], "Missing argument 'TRACE'"),
         (["replay", "t", "--bogus"], "No such option '--bogus'"),
-        (["replay", "t", "--tp", "0"], "0 is not in the range x>=1"),
+        (["replay", "t", "--tp", "0"], "0 is not in the range 1<=x<=1024"),
         (["replay", "t", "--tp", "two"], "'two' is not a valid integer"),
         (["replay", "t", "--attention", "gqa"], "'gqa' is not one of 'mha', 'mla'"),
         (["replay", "t", "--policy", "best"], "'best' is not one of 'lru'"),
@@ -78,7 +80,33 @@ def test_starting_up_imports_neither_ray_nor_torch() -> None:
         (["replay", "chat:turns=x"], "chat:turns=x: 'x' is no whole number"),
         (["replay", "chat:", "--index-only", "--local"], "exclude each other"),
         (["replay", "chat:", "--sweep", "speed=1"], "'speed' is none of"),
-        (["replay", "chat:", "--index-only", "--sweep", "policy=lru,best"], "radix_eviction_policy is 'best'"),
+        (["replay", "chat:", "--index-only", "--sweep", "policy=lru,best"], "'best' is not one of 'lru'"),
+        (["replay", "chat:", "--sweep", "l3-bytes=1MiB,much"], "sweep 'l3-bytes=1MiB,much': 'much' is no size"),
+        (["replay", "chat:", "--sweep", "instances=1025"], "1025 is not in the range 1<=x<=1024"),
+        (["replay", "t", "--instances", "100000000"], "100000000 is not in the range 1<=x<=1024"),
+        (["replay", "t", "--storage-actors", "1025"], "1025 is not in the range 1<=x<=1024"),
+        (["replay", "t", "--l1-tokens", "9" * 400], f"a number of 400 digits is not in the range 1<=x<={2**62 - 1}"),
+        (["replay", "t", "--l1-tokens", "9" * 5000], "a number of 5000 digits is not in the range"),
+        (["replay", "t", "--l3-bytes", "9" * 5000], "(5000 characters) is more than the"),
+        (["replay", "t", "--json", ""], "'' is no name of a file"),
+        (["replay", "t", "--plot", ""], "'' is no name of a file"),
+        (["demo", "--json", ""], "'' is no name of a file"),
+        (["replay", ""], "'' names no trace: give a file, or chat:sessions=50,turns=6"),
+        (["chaos", "--minutes", "nan"], "'nan' is no finite number above 0"),
+        (["chaos", "--minutes", "inf"], "'inf' is no finite number above 0"),
+        (["chaos", "--minutes", "0"], "'0' is no finite number above 0"),
+        (["chaos", "--period", "nan"], "'nan' is no finite number from 0.1"),
+        (["chaos", "--heal-limit", "1e999"], "'1e999' is no finite number from 1"),
+        (["chaos", "--kinds", "kill=nan"], "--kinds is 'kill=nan': give finite numbers as weights"),
+        (["chaos", "--kinds", "kill=inf"], "--kinds is 'kill=inf': give finite numbers as weights"),
+        (["chaos", "--write-plan", "/absent/plan"], "--write-plan '/absent/plan': there is no folder '/absent'"),
+        (["chaos", "--json", "/proc/report"], "--json '/proc/report' can't be written: "),
+        (["replay", "chat:", "--json", "/proc/report"], "--json '/proc/report' can't be written: "),
+        (
+            ["replay", "chat:sessions=1000000,turns=1000", "--index-only"],
+            "1000000000 requests, and 10000000 is the most",
+        ),
+        (["replay", "chat:sessions=100000,turns=50"], "tokens, and 2000000000 is the most"),
         (["replay", "chat:", "--json", "/absent/report.json"], "there is no folder '/absent'"),
         (["replay", "chat:", "--plot", "/tmp/sweep.txt"], "the name must end in .png, .svg, .pdf"),
         (["replay", "chat:", "--l1-tokens", "64"], "l1_tokens is 64, and the longest request has"),
@@ -116,7 +144,25 @@ def test_a_full_disk_is_said(capsys: pytest.CaptureFixture[str], trace: str) -> 
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     assert run(["replay", trace, "--index-only", "--json", "/dev/full"]) == 2
-    assert capsys.readouterr().err == "hicache-ray: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == "hicache-ray: '/dev/full' can't be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("arguments", [["config", "explain"], ["replay", "chat:sessions=2", "--index-only"]])
+def test_a_full_standard_output_is_said(arguments: list[str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*SCRIPT, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "hicache-ray: the output can't be written: No space left on device\n")
+
+
+def test_a_reader_that_leaves_ends_the_output_quietly() -> None:
+    process = subprocess.Popen(
+        [*SCRIPT, "config", "explain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("", 1)
 
 
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicache_ray.commands.input import BadInput, bad_input, check_output
+from hicache_ray.commands.input import MOST_PROCESSES, BadInput, Number, OutputPath, Whole, bad_input, check_output
 from hicache_ray.commands.running import RunFailed, in_one_line, start_failures, write_json
 from hicache_ray.config_names import ATTENTION_KINDS
 from hicache_ray.testing.fault_kinds import KINDS
@@ -20,27 +21,26 @@ if TYPE_CHECKING:
     from hicache_ray.testing.fault_plan import FaultPlan
 
 RANDOM = "random"
-COUNT = click.IntRange(min=1)
+COUNT = Whole(1)
+PROCESSES = Whole(1, MOST_PROCESSES)
 KINDS_HELP = f"Kinds of drawn faults with weights, as kill=3,slow=1. Known: {', '.join(KINDS)}."
 
 
 @click.command("chaos")
 @click.option("--plan", "plan_name", default=RANDOM, show_default=True, help="A plan's file, or random: drawn.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=1.0, help="How long things break.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the workload and of a drawn plan.")
-@click.option("--period", type=click.FloatRange(min=0.1), default=5.0, help="Seconds between two drawn faults.")
+@click.option("--minutes", type=Number(), default=1.0, help="How long things break.")
+@click.option("--seed", type=Whole(0), default=0, help="Of the workload and of a drawn plan.")
+@click.option("--period", type=Number(0.1), default=5.0, help="Seconds between two drawn faults.")
 @click.option("--kinds", default="kill", show_default=True, help=KINDS_HELP)
-@click.option("--tp", type=COUNT, default=2, help="Tensor-parallel ranks of an instance.")
-@click.option("--instances", type=COUNT, default=1, help="Groups that share L3.")
-@click.option("--storage-actors", type=COUNT, default=2, help="Storage actors that hold L3.")
-@click.option("--replicas", type=COUNT, default=1, help="Storage actors that hold each page.")
+@click.option("--tp", type=PROCESSES, default=2, help="Tensor-parallel ranks of an instance.")
+@click.option("--instances", type=PROCESSES, default=1, help="Groups that share L3.")
+@click.option("--storage-actors", type=PROCESSES, default=2, help="Storage actors that hold L3.")
+@click.option("--replicas", type=PROCESSES, default=1, help="Storage actors that hold each page.")
 @click.option("--attention", type=click.Choice(ATTENTION_KINDS), default="mha", help="Kind of KV cache.")
 @click.option("--concurrency", type=COUNT, default=4, help="Most requests of an instance in flight.")
-@click.option("--heal-limit", type=click.FloatRange(min=1), default=15.0, help="Seconds a heal may take.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there (- is stdout).")
-@click.option(
-    "--write-plan", "plan_path", type=click.Path(path_type=Path), help="Write the plan there, to run it again."
-)
+@click.option("--heal-limit", type=Number(1), default=15.0, help="Seconds a heal may take.")
+@click.option("--json", "json_path", type=OutputPath(), help="Write the report there (- is stdout).")
+@click.option("--write-plan", "plan_path", type=OutputPath(), help="Write the plan there, to run it again.")
 def command(plan_name: str, json_path: Path | None, plan_path: Path | None, kinds: str, **options: Any) -> int:
     """Break a running service, and check that it holds what it promises.
 
@@ -67,7 +67,8 @@ def command(plan_name: str, json_path: Path | None, plan_path: Path | None, kind
         out.print(line, highlight=False)
     write_json(json_path, report.as_dict())
     if plan_path is not None:
-        plan_path.write_text(report.plan.to_yaml())
+        with bad_input():
+            plan_path.write_text(report.plan.to_yaml())
     if report.wrongs:
         again = f"\nThe same again: the same options with --seed {settings.seed} and this plan in a file:\n"
         click.echo(f"{again}\n{report.plan.to_yaml()}", err=str(json_path) == "-")
@@ -86,6 +87,8 @@ def parse_kinds(text: str) -> dict[str, float]:
             weights[name] = float(weight or 1)
         except ValueError:
             raise ValueError(f"--kinds has {part!r}: {weight!r} is no number") from None
+    if not all(map(math.isfinite, weights.values())):
+        raise ValueError(f"--kinds is {text!r}: give finite numbers as weights")
     if not weights or min(weights.values()) < 0 or not any(weights.values()):
         raise ValueError(f"--kinds is {text!r}: give at least one kind with a weight above 0")
     return weights

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hicache_ray.commands.input import bad_input, check_output
+from hicache_ray.commands.input import OutputPath, bad_input, check_output
 from hicache_ray.commands.running import LOCAL, RAY, RunFailed, checked_config, run_replay, write_json
 from hicache_ray.replay.settings import ReplaySettings
 from hicache_ray.replay.tables import report_tables, tier_sentences
@@ -37,7 +37,7 @@ INTRODUCTION = (
 
 @click.command("demo")
 @click.option("--local", is_flag=True, help="All ranks in this process, without Ray.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there.")
+@click.option("--json", "json_path", type=OutputPath(), help="Write the report there (- is stdout).")
 def command(local: bool, json_path: Path | None) -> int:
     """See it work on this machine: two instances of two ranks, two storage actors, a chat workload.
 
@@ -45,10 +45,10 @@ def command(local: bool, json_path: Path | None) -> int:
     """
     from rich.console import Console
 
-    console, out = Console(stderr=True), Console()
+    console, out = Console(stderr=True), Console(stderr=str(json_path) == "-")
     mode = LOCAL if local else RAY
     with bad_input():
-        if json_path is not None:
+        if json_path is not None and str(json_path) != "-":
             check_output(json_path, "--json")
         workload = load_workload(WORKLOAD)
     config = checked_config(workload, SETTINGS, mode)

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicache_ray.commands.input import BadInput, ByteSize, bad_input, check_output, config_options, given_options
+from hicache_ray.commands.input import (
+    MOST_PROCESSES,
+    BadInput,
+    ByteSize,
+    OutputPath,
+    Whole,
+    bad_input,
+    check_output,
+    config_options,
+    given_options,
+)
 from hicache_ray.commands.running import INDEX, LOCAL, RAY, RunFailed, checked_config, run_replay, write_json
 from hicache_ray.config_names import (
     ATTENTION_KINDS,
@@ -42,22 +52,23 @@ OWN_NAMES = (
 """Options of HiCacheConfig that a replay has under a name of its own, or not at all."""
 
 DEFAULTS = ReplaySettings()
-COUNT = click.IntRange(min=1)
+COUNT = Whole(1)
+PROCESSES = Whole(1, MOST_PROCESSES)
 
 
 @click.command("replay")
 @click.argument("source", metavar="TRACE")
-@click.option("--tp", type=COUNT, default=DEFAULTS.tp, help="Tensor-parallel ranks of an instance.")
+@click.option("--tp", type=PROCESSES, default=DEFAULTS.tp, help="Tensor-parallel ranks of an instance.")
 @click.option("--page-size", type=COUNT, default=DEFAULTS.page_size, help="Tokens a page.")
 @click.option("--attention", type=click.Choice(ATTENTION_KINDS), default=DEFAULTS.attention, help="Kind of KV cache.")
 @click.option("--layers", type=COUNT, default=DEFAULTS.layers, help="Layers of the KV cache.")
 @click.option("--heads", type=COUNT, default=DEFAULTS.heads, help="KV heads (MHA).")
 @click.option("--head-dim", type=COUNT, default=DEFAULTS.head_dim, help="Elements of a head, or of the latent (MLA).")
 @click.option("--l1-tokens", type=COUNT, help="Capacity of L1 per rank; with --index-only on a block trace: in blocks.")
-@click.option("--l2-tokens", type=click.IntRange(min=0), help="Capacity of L2 per rank, as for L1. Default: 4 x L1.")
+@click.option("--l2-tokens", type=Whole(0), help="Capacity of L2 per rank, as for L1. Default: 4 x L1.")
 @click.option("--l3-bytes", type=ByteSize(), default=DEFAULTS.l3_bytes, help="Capacity of L3 (64MiB, 1GB); 0: none.")
 @click.option("--l3", metavar="URL", help="L3 instead: file:///DIR, mooncake://HOST:PORT?metadata=URL, ray://POOL.")
-@click.option("--storage-actors", type=COUNT, default=DEFAULTS.storage_actors, help="Storage actors that hold L3.")
+@click.option("--storage-actors", type=PROCESSES, default=DEFAULTS.storage_actors, help="Storage actors that hold L3.")
 @click.option("--policy", type=click.Choice(eviction_policy_names()), default=DEFAULTS.policy, help="Eviction policy.")
 @click.option(
     "--write-policy", type=click.Choice(WRITE_POLICIES), default=DEFAULTS.write_policy, help="L1 to L2: when."
@@ -70,16 +81,18 @@ COUNT = click.IntRange(min=1)
 )
 @click.option("--layout", type=click.Choice(MEM_LAYOUTS), default=DEFAULTS.layout, help="Order of bytes in L2.")
 @click.option("--io-backend", type=click.Choice(IO_BACKENDS), help="L1 to L2: how. Default: what the layout needs.")
-@click.option("--instances", type=COUNT, default=DEFAULTS.instances, help="Groups that share L3, served round robin.")
+@click.option(
+    "--instances", type=PROCESSES, default=DEFAULTS.instances, help="Groups that share L3, served round robin."
+)
 @click.option("--concurrency", type=COUNT, default=DEFAULTS.concurrency, help="Most requests of an instance in a step.")
 @click.option("--limit", type=COUNT, help="Only the first so many requests.")
-@click.option("--block-tokens", type=click.IntRange(1, BLOCK_TOKENS), default=BLOCK_TOKENS, help="Scale trace blocks.")
+@click.option("--block-tokens", type=Whole(1, BLOCK_TOKENS), default=BLOCK_TOKENS, help="Scale trace blocks.")
 @click.option("--index-only", is_flag=True, help="The index alone: no Ray, no bytes, one trace block is one page.")
 @click.option("--local", is_flag=True, help="All ranks in this process, without Ray.")
-@click.option("--seed", type=click.IntRange(min=0), default=DEFAULTS.seed, help="Of everything that is made up.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there (- is stdout).")
+@click.option("--seed", type=Whole(0), default=DEFAULTS.seed, help="Of everything that is made up.")
+@click.option("--json", "json_path", type=OutputPath(), help="Write the report there (- is stdout).")
 @click.option("--sweep", "sweeps", multiple=True, metavar="NAME=V1,V2", help="Run each value; may be given repeatedly.")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw the sweep there (.png, .svg, .pdf).")
+@click.option("--plot", "plot_path", type=OutputPath(), help="Draw the sweep there (.png, .svg, .pdf).")
 @config_options(leave_out=OWN_NAMES)
 def command(source: str, index_only: bool, local: bool, **options: Any) -> int:
     """Replay TRACE and report what each tier saved.
@@ -129,13 +142,23 @@ def _prepare(source: str, options: Mapping[str, Any]) -> tuple[Workload, ReplayS
         if options["plot_path"] is not None:
             check_plot(options["plot_path"])
             check_output(options["plot_path"], "--plot")
-        sweeps = parse_sweeps(options["sweeps"])
+        sweeps = parse_sweeps(options["sweeps"], _option_value)
         others = given_options({**options, **dict.fromkeys(OWN_NAMES)})
         settings = ReplaySettings(**own, others={**others, **_store(options["l3"])})
         workload = load_workload(
             source, limit=options["limit"], seed=options["seed"], block_tokens=options["block_tokens"]
         )
     return workload, settings, sweeps
+
+
+def _option_value(name: str, text: str) -> int | str:
+    """A swept value, read as the option of that name reads it; ValueError when it is none."""
+    (option,) = (known for known in command.params if known.name == name)
+    try:
+        value: int | str = option.type.convert(text, option, None)
+    except click.BadParameter as error:
+        raise ValueError(error.message) from None
+    return value
 
 
 def _store(url: str | None) -> dict[str, Any]:

@@ -79,8 +79,10 @@ def write_json(path: Path | None, document: Any) -> None:
     if str(path) == "-":
         click.echo(text, nl=False)
         return
-    with bad_input():
+    try:
         path.write_text(text)
+    except OSError as error:
+        raise BadInput(f"{str(path)!r} can't be written: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -23,6 +23,10 @@ VOCABULARY = 128_000
 MAX_TOKENS = 1 << 24
 MAX_COUNT = 1 << 20
 
+MAX_REQUESTS = 10_000_000
+MAX_TOTAL_TOKENS = 2_000_000_000
+"""Most requests of a workload, and tokens of all its prompts and answers: several hours of a replay."""
+
 
 class ChatSpecError(ValueError):
     """A chat specification that makes no workload; the text names the field and what would work."""
@@ -62,6 +66,15 @@ class ChatSpec:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ChatSpecError(f"{PREFIX}{name}={value}: expected {least} to {most}")
+        for count, what, bound in (
+            (self.requests, "requests", MAX_REQUESTS),
+            (self.tokens, "tokens", MAX_TOTAL_TOKENS),
+        ):
+            if count > bound:
+                raise ChatSpecError(
+                    f"{PREFIX}sessions={self.sessions},turns={self.turns}: makes {count} {what}, and "
+                    f"{bound} is the most: give fewer sessions or turns, or shorter ones"
+                )
         if self.seed is not None and self.seed < 0:
             raise ChatSpecError(f"{PREFIX}seed={self.seed}: expected a number from 0")
 
@@ -69,6 +82,12 @@ class ChatSpec:
     def requests(self) -> int:
         """Requests the workload has."""
         return self.sessions * self.turns
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts and answers, on average over the seeds."""
+        grown = (self.turn + self.answer) * self.turns * (self.turns + 1) // 2
+        return self.sessions * (self.system * self.turns + grown)
 
     @classmethod
     def parse(cls, text: str) -> ChatSpec:

@@ -100,8 +100,8 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in dict.fromkeys(waiting):
-            signal.raise_signal(number)
+        for waited in dict.fromkeys(waiting):
+            signal.raise_signal(waited)
 
 
 GROUPS: Mapping[str, Callable[[HiCacheConfig, ReplaySettings], AbstractContextManager[list[SteppedGroup]]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import get_type_hints
 
@@ -16,8 +16,14 @@ class SweepError(ValueError):
     """A sweep of an option that is none, or without values."""
 
 
-def parse_sweeps(texts: Sequence[str]) -> dict[str, list[int | str]]:
+def parse_sweeps(
+    texts: Sequence[str], read: Callable[[str, str], int | str] | None = None
+) -> dict[str, list[int | str]]:
     """Reads "policy=lru,lfu" and "l1-tokens=1000,2000": names of `ReplaySettings` (dashes allowed) to values.
+
+    Args:
+        texts: one a sweep.
+        read: reads a value of an option by name, ValueError where it is none; None: whole numbers from 1, and names.
 
     Raises:
         SweepError: no such option, one that is named twice, or a value that is no number where one is wanted.
@@ -35,7 +41,7 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[int | str]]:
         parts = [part.strip() for part in values.split(",") if part.strip()]
         if not equals or not parts:
             raise SweepError(f"sweep {text!r}: give the values as {name}=VALUE,VALUE")
-        sweeps[option] = [_value(text, part, types[option]) for part in parts]
+        sweeps[option] = [_value(text, part, option, types[option], read) for part in parts]
     return sweeps
 
 
@@ -53,13 +59,14 @@ def _types() -> dict[str, type]:
     return {name: int if "int" in str(hint) else str for name, hint in hints.items() if name not in UNSWEPT}
 
 
-def _value(text: str, value: str, kind: type) -> int | str:
-    if kind is str:
-        return value
+def _value(text: str, value: str, name: str, kind: type, read: Callable[[str, str], int | str] | None) -> int | str:
     try:
-        number = int(value)
-    except ValueError:
-        raise SweepError(f"sweep {text!r}: {value!r} is no whole number") from None
-    if number < 1:
+        if read is not None:
+            return read(name, value)
+        number = value if kind is str else int(value)
+    except ValueError as error:
+        reason = str(error) if read is not None else f"{value!r} is no whole number"
+        raise SweepError(f"sweep {text!r}: {reason}") from None
+    if isinstance(number, int) and number < 1:
         raise SweepError(f"sweep {text!r}: {number} is too small, give 1 or more")
     return number

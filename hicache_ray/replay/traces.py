@@ -76,14 +76,14 @@ def read_records(path: Path) -> Generator[tuple[str, dict[str, Any]], None, None
 
 
 def _open(path: Path) -> IO[str]:
-    opener: Any = _OPENERS.get(path.suffix, open)
+    opener: Any = _OPENERS.get(path.suffix.lower(), open)
     return opener(path, "rt", encoding="utf-8")
 
 
 def _json_object(where: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
         raise TraceError(f"{where}: no valid JSON: {error}") from None
     if not isinstance(record, dict):
         raise TraceError(f"{where}: expected a JSON object, got {_named(record)}")

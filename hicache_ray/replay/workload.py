@@ -68,6 +68,8 @@ def load_workload(
     Raises:
         TraceError, ChatSpecError: what is wrong with the source.
     """
+    if not source.strip():
+        raise TraceError(f"{source!r} names no trace: give a file, or chat:sessions=50,turns=6")
     if source == chat.NAME or source.startswith(chat.PREFIX):
         spec = chat.ChatSpec.parse(source)
         total = spec.requests if limit is None else min(limit, spec.requests)
