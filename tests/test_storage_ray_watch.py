@@ -6,13 +6,17 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 
 from hicache_ray.actors.names import RAY_NAMESPACE
 from hicache_ray.cli import run
 from hicache_ray.service import Service
+from hicache_ray.storage.arena import ArenaMapping
+from hicache_ray.storage.arena_layout import VALID
 from hicache_ray.storage.pool_options import actor_name
 from tests.ray_service import ENGINE, prompts, serve, service, settle, until
 
@@ -72,3 +76,20 @@ def test_a_storage_actor_that_died_is_left_to_ray(running: Service) -> None:
 
     until(is_back, "the actor to be back", DEADLINE)
     assert len(running.supervisor.storage_history()) == ended
+
+
+def test_ctl_audit_names_member_and_pages_of_a_damaged_arena(
+    running: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Last: the arena stays damaged."""
+    pool = running.storage
+    assert pool is not None
+    member, info = next((member, info) for member, info in pool.info().items() if info and pool.stats()[member].pages)
+    arena = ArenaMapping.attach(Path(info.path), info.arena_id)
+    slot = int(np.flatnonzero(arena.headers["state"] == VALID)[0])
+    arena.data(int(arena.offsets(np.array([slot]))[0]), 64)[:] ^= 1
+    key = arena.headers[slot]["key"][: arena.headers[slot]["key_bytes"]].tobytes().hex()
+    capsys.readouterr()
+    assert run(["ctl", "--name", "watched", "audit", "--read-pages"]) == 1
+    expected = f"storage actor {member}: 1 pages (slot {slot}, key {key}) do not match their checksums"
+    assert expected in " ".join(capsys.readouterr().err.split())

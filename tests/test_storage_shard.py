@@ -249,8 +249,24 @@ def test_a_flipped_byte_is_found_by_the_audit(make: Make) -> None:
     grant = shard.acquire([key(1)], PAGE).grants[0]
     shard.check_integrity(read_pages=True)
     shard.arena.data(int(grant["offset"]), PAGE)[100] ^= 1
-    with pytest.raises(AssertionError, match="do not match their checksums"):
+    text = rf"^1 pages \(slot {int(grant['slot'])}, key {key(1).hex()}\) do not match their checksums$"
+    with pytest.raises(AssertionError, match=text):
         shard.check_integrity(read_pages=True)
+
+
+@pytest.mark.parametrize("part", ["state", "key", "length", "checksum", "label", "expires"])
+def test_damaged_headers_are_counted_and_named_by_the_audit(make: Make, part: str) -> None:
+    shard = make(pages=16)
+    write(shard, list(range(16)))
+    slots = shard.acquire([key(n) for n in range(12)], PAGE).grants["slot"]
+    shard.arena.data(int(shard.acquire([key(15)], PAGE).grants["offset"][0]), PAGE)[0] ^= 1
+    for slot in slots:
+        shard.arena.headers[part][slot] = 0 if part == "state" else 77
+    with pytest.raises(AssertionError) as raised:
+        shard.check_integrity(read_pages=True)
+    text = str(raised.value)
+    assert text.startswith("12 pages (slot ") and "and 2 more) have damaged headers; 1 pages (" in text
+    assert text.count("key ") == 11 and key(15).hex() in text
 
 
 def test_clear_while_pages_are_read_and_written(make: Make) -> None:

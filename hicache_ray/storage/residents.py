@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hicache_ray.storage.arena import Arena, Survivor
-from hicache_ray.storage.arena_layout import VALID, slot_bytes_for
+from hicache_ray.storage.arena_layout import VALID, seals_of, slot_bytes_for
 from hicache_ray.storage.eviction import EvictionPolicy, Page, make_policy
 from hicache_ray.storage.slots import SlotAllocator
+
+NAMED_PAGES = 10
+"""Most pages that an audit names one by one."""
 
 
 class Residents:
@@ -124,7 +127,7 @@ class Residents:
         self._slots.give(slot, slot_bytes)
 
     def check_integrity(self, leases: Sequence[Page], reserved: Iterable[tuple[int, list[int]]]) -> None:
-        """AssertionError when index, headers, slots, leases and byte counts do not agree.
+        """AssertionError when index, slots, leases and byte counts do not agree.
 
         Args:
             leases: one entry per page and lease.
@@ -137,17 +140,30 @@ class Residents:
         everything = held + list(unstored) + stored + free
         assert len(everything) == len(set(everything)), "a slot is in two places"
         capacity = [(size, slot) for size in self._slots.classes for slot in self._slots.slots_of(size)]
-        assert sorted(everything) == sorted(capacity), "a slot is lost or not of its segment's size"
+        wrong = sorted({slot for _, slot in set(everything) ^ set(capacity)})
+        assert not wrong, f"{len(wrong)} slots are lost or not of their segment's size: {wrong[:NAMED_PAGES]}"
         used = sum(size for size, _ in held + list(unstored) + stored)
         assert sum(self.used_bytes.values()) == used, f"{self.used_bytes} bytes counted, {used} used"
         assert sum(len(order) for order in self._order.values()) == len(self._index), "the eviction order lost a page"
         counted = Counter(map(id, leases))
         for page in [*self._index.values(), *leases]:
             assert page.leases == counted[id(page)], f"slot {page.slot}: {page.leases} leases, {counted[id(page)]} held"
-        for key, page in self._index.items():
-            header = self._arena.headers[page.slot]
-            assert header["state"] == VALID and header["key"][: header["key_bytes"]].tobytes() == key == page.key
-            assert slot_bytes_for(int(header["length"])) == page.slot_bytes
+
+    def damaged(self) -> list[Page]:
+        """The pages whose headers in the arena are not what was written there."""
+        pages = self.pages()
+        rows = self._arena.headers[[page.slot for page in pages]]
+        sealed = seals_of(rows) == rows["seal"]
+        return [
+            page
+            for page, row, whole in zip(pages, rows, sealed.tolist(), strict=True)
+            if not (
+                whole
+                and row["state"] == VALID
+                and row["key"][: row["key_bytes"]].tobytes() == page.key
+                and slot_bytes_for(int(row["length"])) == page.slot_bytes
+            )
+        ]
 
     def _make_room(self, slot_bytes: int) -> int | None:
         """A slot of that size that a page, or all pages of a segment, had to be evicted for; None when none can be."""
@@ -204,3 +220,10 @@ class Residents:
         if group not in self._order:
             self._order[group] = make_policy(self._policy)
         return self._order[group]
+
+
+def named_pages(pages: Sequence[Page]) -> str:
+    """How many pages these are, and which: slot and key of the first few."""
+    named = "; ".join(f"slot {page.slot}, key {page.key.hex()}" for page in pages[:NAMED_PAGES])
+    more = f"; and {len(pages) - NAMED_PAGES} more" if len(pages) > NAMED_PAGES else ""
+    return f"{len(pages)} pages ({named}{more})"

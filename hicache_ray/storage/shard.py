@@ -41,7 +41,7 @@ from hicache_ray.storage.grants import (
     ShardStats,
     namespace_label,
 )
-from hicache_ray.storage.residents import Residents
+from hicache_ray.storage.residents import Residents, named_pages
 
 __all__ = [
     "EXISTING",
@@ -329,9 +329,12 @@ class Shard:
         with self._lock:
             leases = [page for held in self._leased.values() for page in held.pages]
             self._residents.check_integrity(leases, [(held.slot_bytes, held.slots) for held in self._reserved.values()])
-        if read_pages:
-            broken = self._broken_slots()
-            assert not broken, f"slots {broken} do not match their checksums"
+            damaged = self._residents.damaged()
+        known = set(damaged)
+        broken = [page for page in self._broken_pages() if page not in known] if read_pages else []
+        faults = [f"{named_pages(damaged)} have damaged headers"] if damaged else []
+        faults += [f"{named_pages(broken)} do not match their checksums"] if broken else []
+        assert not faults, "; ".join(faults)
 
     def _checked_size(self, keys: Sequence[bytes], length: int, label: bytes) -> int:
         if not 0 < length <= self.arena.geometry.segment_bytes:
@@ -422,8 +425,8 @@ class Shard:
         self._leased[identity] = _Leased(pages, self._clock() + self._lease_seconds)
         return identity
 
-    def _broken_slots(self) -> list[int]:
-        """Slots of the pages that do not match their checksums. They are read a few at a time, under a lease, so that
+    def _broken_pages(self) -> list[Page]:
+        """The pages that do not match their checksums. They are read a few at a time, under a lease, so that
         clients go on meanwhile."""
         with self._lock:
             pages = self._residents.pages()
@@ -432,7 +435,7 @@ class Shard:
             with self._lock:
                 batch = [page for page in pages[start : start + AUDIT_PAGES] if page.stored]
                 lease = self._lease(batch)
-            broken += [page.slot for page in batch if not self._intact(page)]
+            broken += [page for page in batch if not self._intact(page)]
             self.release(lease)
         return broken
 
