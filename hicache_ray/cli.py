@@ -10,6 +10,7 @@ import errno
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ TERMINATED = 143
 
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
 """What writing to standard output raises when its reader left, or its disk is full."""
+
+_LONG = re.compile(r"\d{80,}")
+"""A number in a message that nobody could read."""
 
 
 class LazyCommands(click.Group):
@@ -71,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
         click.echo(error.format_message(), err=True)
         return BAD_INPUT
     except click.ClickException as error:
-        click.echo(f"hicache-ray: {error.format_message()}", err=True)
+        click.echo(f"hicache-ray: {_LONG.sub(_shortened, error.format_message())}", err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("hicache-ray: interrupted", err=True)
@@ -120,6 +124,10 @@ class Ending:
         if not self.began:
             self.began = True
             raise error
+
+
+def _shortened(number: re.Match[str]) -> str:
+    return f"{number[0][:20]}... ({len(number[0])} digits)"
 
 
 def _output_lost(error: OSError) -> int:

@@ -128,7 +128,11 @@ def _text(value: Any) -> str:
         return "none" if value is None else "''"
     if isinstance(value, bool):
         return str(value).lower()
-    return json.dumps(value, default=str, sort_keys=True) if isinstance(value, Mapping) else str(value)
+    if isinstance(value, Mapping):
+        return json.dumps(value, default=str, sort_keys=True)
+    text = str(value)
+    # One option stays one line, and its reason can't be taken for a part of its value.
+    return text if text.isprintable() and "#" not in text and text == text.strip() else repr(text)
 
 
 def _spread_extra_config(config: HiCacheConfig) -> HiCacheConfig:

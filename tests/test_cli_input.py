@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -92,6 +93,11 @@ def test_starting_up_imports_neither_ray_nor_torch() -> None:
         (["replay", "t", "--plot", ""], "'' is no name of a file"),
         (["demo", "--json", ""], "'' is no name of a file"),
         (["replay", ""], "'' names no trace: give a file, or chat:sessions=50,turns=6"),
+        (["replay", "chat:", "--index-only", "--tp", "3"], "heads is 4 for 3 tensor-parallel ranks"),
+        (["replay", "chat:", "--index-only", "--kv-cache-dtype", "int3"], "kv_cache_dtype is 'int3'"),
+        (["replay", "chat:", "--index-only", "--prefetch-threshold", "many"], "prefetch_threshold is 'many'"),
+        (["replay", "chat:sessions=" + "9" * 5000], "99999999999999999999... (5000 digits)"),
+        (["config", "explain", "--l1-tokens", "9" * 5000], "l1_tokens is '99999999999999999999... (5000 digits)'"),
         (["chaos", "--minutes", "nan"], "'nan' is no finite number above 0"),
         (["chaos", "--minutes", "inf"], "'inf' is no finite number above 0"),
         (["chaos", "--minutes", "0"], "'0' is no finite number above 0"),
@@ -178,6 +184,46 @@ def test_explain_prints_every_option_with_its_reason(capsys: pytest.CaptureFixtu
     assert len(names) == len(set(names)) and {"page_size", "hicache_ratio", "radix_eviction_policy"} <= set(names)
     assert "page_size = 64  # given" in lines
     assert any(line.startswith("hicache_mem_layout = page_first_direct  # adjusted from page_first") for line in lines)
+
+
+def test_explain_keeps_each_option_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "explain", "--model-name", "a\nb = c  # given"]) == 0
+    assert r"model_name = 'a\nb = c  # given'  # given" in capsys.readouterr().out.splitlines()
+
+
+def test_json_of_the_demo_is_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--local", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["mode"] == "local"
+    assert "Two model instances" in captured.err
+
+
+def test_a_checked_report_leaves_no_file_and_no_change(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fresh, old, link = tmp_path / "fresh.json", tmp_path / "old.json", tmp_path / "link.json"
+    old.write_text("before")
+    link.symlink_to(tmp_path / "absent" / "report.json")
+    for path in (fresh, old):
+        refused(capsys, "replay", "/absent/trace", "--index-only", "--json", str(path))
+    assert not fresh.exists() and old.read_text() == "before"
+    assert "there is no folder" in refused(capsys, "replay", "chat:", "--index-only", "--json", str(link))
+
+
+def test_sweeps_read_values_as_the_options_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["replay", "chat:sessions=2", "--index-only", "--sweep", "l3-bytes=1MiB,2k", "--json", "-"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [entry["values"]["l3_bytes"] for entry in runs] == [1 << 20, 2000]
+
+
+def test_a_huge_number_in_a_trace_is_named_with_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "huge.jsonl"
+    path.write_text(f"{GOOD}\n{GOOD.replace('600', '6' * 5000)}\n")
+    assert f"{path}, line 2: no valid JSON: Exceeds the limit" in refused(capsys, "replay", str(path), "--index-only")
+
+
+def test_the_ending_of_a_packed_trace_may_be_in_capitals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "SMALL.JSONL.GZ"
+    path.write_bytes(gzip.compress(f"{GOOD}\n".encode()))
+    assert run(["replay", str(path), "--index-only"]) == 0
 
 
 @pytest.mark.parametrize(

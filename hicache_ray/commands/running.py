@@ -13,7 +13,7 @@ import click
 from hicache_ray.commands.input import BadInput, bad_input
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.replay.report import ReplayReport
-from hicache_ray.replay.settings import ReplaySettings, index_settings, replay_config
+from hicache_ray.replay.settings import ReplaySettings, check_unused, index_settings, replay_config
 from hicache_ray.replay.workload import Workload
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def checked_config(workload: Workload, settings: ReplaySettings, mode: str) -> H
     with bad_input():
         if mode == INDEX:
             index_settings(settings, workload)
+            check_unused(settings, workload)
             return None
         from hicache_ray.replay.groups import BACKENDS, check_memory
 

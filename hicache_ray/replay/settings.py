@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hicache_ray.config import ConfigError, HiCacheConfig
@@ -121,6 +121,12 @@ def index_settings(settings: ReplaySettings, workload: Workload) -> IndexSetting
         write_policy=settings.write_policy,
         instances=settings.instances,
     )
+
+
+def check_unused(settings: ReplaySettings, workload: Workload) -> None:
+    """Raises ConfigError for options that a replay of the index does not use, where they could not work in any."""
+    given = replace(settings, l1_tokens=None, l2_tokens=None)  # for a block trace they are in blocks
+    replay_config(given, workload, storage_backend="ray")
 
 
 def _largest_request(workload: Workload, page_size: int) -> int:
