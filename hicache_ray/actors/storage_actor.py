@@ -286,7 +286,7 @@ class _Staleness:
         self._own_raylet = Process.running(os.getppid())
 
     def __call__(self, owner: Mapping[str, Any]) -> bool:
-        raylet = Process(owner.get("raylet_pid", 0), owner.get("raylet_started", 0))
+        raylet = Process(_number(owner, "raylet_pid"), _number(owner, "raylet_started"))
         if not raylet.alive:
             return True
         if raylet != self._own_raylet:
@@ -296,6 +296,11 @@ class _Staleness:
         if membership is None or membership.token != owner.get("token") or member not in membership.members:
             return True
         return not actor_exists(member, namespace)
+
+
+def _number(owner: Mapping[str, Any], name: str) -> int:
+    value = owner.get(name, 0)
+    return value if isinstance(value, int) else 0
 
 
 def actor_exists(member: str, namespace: str) -> bool:

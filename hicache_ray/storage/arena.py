@@ -306,7 +306,7 @@ def remove_if_unlocked(path: Path) -> bool:
 
 def read_owner(path: Path) -> dict[str, Any]:
     """Who made the arena at `path`; ArenaError when it is none."""
-    with path.open("rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
         head = np.frombuffer(file.read(FILE_HEADER_BYTES), dtype=np.uint8)
     if head.size < FILE_HEADER_BYTES or head[: FILE_HEADER.itemsize].view(FILE_HEADER)[0]["magic"] != MAGIC:
         raise ArenaError(f"{path} is no arena")

@@ -137,9 +137,13 @@ def owner_of(head: Bytes) -> dict[str, Any]:
     """The owner's facts in the first FILE_HEADER_BYTES of an arena; ArenaError when they can't be read."""
     length = int(head[: FILE_HEADER.itemsize].view(FILE_HEADER)[0]["owner_bytes"])
     try:
-        return dict(json.loads(head[OWNER_START : OWNER_START + length].tobytes()))
-    except ValueError as error:
+        facts = json.loads(head[OWNER_START : OWNER_START + length].tobytes())
+    except (ValueError, RecursionError) as error:
         raise ArenaError(f"the arena's owner can't be read: {error}") from error
+    # Every user of the machine can put files into shared memory, and a process id becomes part of a path.
+    if not isinstance(facts, dict) or not all(isinstance(fact, str | int) for fact in facts.values()):
+        raise ArenaError(f"the arena's owner is {facts!r:.80}, not names with texts and numbers")
+    return facts
 
 
 def seals_of(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

@@ -134,7 +134,7 @@ class Membership:
         try:
             epoch, members, replicas, token, previous = json.loads(message)
             return cls(int(epoch), tuple(members), int(replicas), str(token), tuple(map(tuple, previous)))
-        except TypeError as error:
+        except (TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"a membership of {len(message)} bytes can't be read: {error}") from error
 
     @cached_property
