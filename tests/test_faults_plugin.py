@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import REPOSITORY
+
 pytest_plugins = ["pytester"]
 
 PLUGIN = "hicache_ray.testing.plugin"
@@ -28,33 +30,6 @@ PLANS = """
     @pytest.mark.hicache_faults(file="plan.yaml")
     def test_file(fault_plan):
         assert fault_plan.seed == 8 and fault_plan.faults[0].kind == "corrupt"
-"""
-
-SERVICE = """
-    import numpy as np
-    import pytest
-    from hicache_ray.testing.serving import ask, settle
-
-    PROMPTS = [np.arange(24, dtype=np.uint32) + 100 * number for number in range(6)]
-
-    @pytest.mark.hicache_faults(
-        {"kind": "kill", "who": "rank 1", "point": "rank.reduce", "call": 12},
-        {"kind": "slow", "who": "storage *", "point": "actor.acquire", "seconds": 0.02, "times": 2},
-    )
-    def test_a_killed_rank_is_replaced(hicache_group, hicache_storage_pool, hicache_faults):
-        before = hicache_group.generation
-        for prompt in PROMPTS:
-            ask(hicache_group, prompt)
-        settle(hicache_group)
-        assert hicache_group.generation > before
-        assert all(ask(hicache_group, prompt).computed_tokens == 4 for prompt in PROMPTS)
-        hicache_group.check_integrity()
-        assert "kill" in [firing.kind for firing in hicache_faults.firings()]
-        assert set(hicache_storage_pool.audit(read_pages=True).values()) == {""}
-
-    def test_the_next_test_has_a_service_of_its_own_and_no_faults(hicache_group, hicache_faults):
-        assert ask(hicache_group, PROMPTS[0]).computed_tokens == 24
-        assert hicache_group.generation == 0 and hicache_faults.firings() == []
 """
 
 
@@ -88,7 +63,8 @@ def test_a_bad_plan_is_an_error_of_the_test(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.ray
 def test_a_group_under_faults(pytester: pytest.Pytester) -> None:
-    run(pytester, SERVICE, passed=2)
+    """The example of the documentation."""
+    run(pytester, (REPOSITORY / "examples" / "faults_pytest.py").read_text(), passed=2)
 
 
 def test_the_plugin_loads_neither_ray_nor_torch(pytester: pytest.Pytester) -> None:
