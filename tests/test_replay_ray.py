@@ -90,7 +90,8 @@ def short_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_an_interrupted_run_leaves_nothing_behind(short_folder: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_nothing_behind(short_folder: Path, number: int, code: int) -> None:
     environment = {**os.environ, "RAY_TMPDIR": str(short_folder)}
     environment.pop("RAY_ADDRESS", None)
     script = (
@@ -119,11 +120,13 @@ def test_an_interrupted_run_leaves_nothing_behind(short_folder: Path) -> None:
     assert word == "running"
     service = name.partition(":")[0]
     assert arena_files(service)
-    for _ in range(2):  # an impatient user; a terminal sends it to the whole process group
-        os.killpg(process.pid, signal.SIGINT)
+    # A terminal's Ctrl-C reaches the whole process group; who terminates a run ends its process.
+    end = os.killpg if number == signal.SIGINT else os.kill
+    for _ in range(2):  # an impatient user
+        end(process.pid, number)
     _, errors = process.communicate()
     deadline.cancel()
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "Traceback" not in errors
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert not arena_files(service)
