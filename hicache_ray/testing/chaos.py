@@ -25,6 +25,7 @@ from hicache_ray.testing.chaos_audit import audit
 from hicache_ray.testing.chaos_client import ChaosClient, ChatSource
 from hicache_ray.testing.chaos_report import Audit, ChaosReport
 from hicache_ray.testing.chaos_watch import ChaosWatch
+from hicache_ray.testing.fault_kinds import CORRUPT
 from hicache_ray.testing.fault_plan import Action, FaultPlan
 from hicache_ray.testing.hooks import ServiceFaults, processes_of
 
@@ -176,7 +177,8 @@ class _Run:
         hung = [client for client in self.clients if client.is_alive()]
         for client in hung:
             client.outcomes.hung += 1
-        found = Audit() if hung else audit(self.service, self.groups, self.settings.seed)
+        whole = not any(record.kind == CORRUPT for record in self.watch.records)
+        found = Audit() if hung else audit(self.service, self.groups, self.settings.seed, read_pages=whole)
         return ChaosReport(
             plan=self.faults.plan,
             records=sorted(self.watch.records, key=lambda record: record.at),

@@ -32,8 +32,16 @@ def settle_group(group: TPGroup, seconds: float = SETTLE_SECONDS) -> bool:
     return _until(idle, seconds)
 
 
-def audit(service: Service, groups: Mapping[str, TPGroup], seed: int) -> Audit:
-    """Looks at every rank and every storage actor of a service without requests, then serves a little more."""
+def audit(service: Service, groups: Mapping[str, TPGroup], seed: int, *, read_pages: bool = True) -> Audit:
+    """Looks at every rank and every storage actor of a service without requests, then serves a little more.
+
+    Args:
+        service: with its storage.
+        groups: by name.
+        seed: of what is served.
+        read_pages: compare every stored page with its checksum (not after bytes were flipped on purpose: a damaged page
+            that nobody has asked for since lies there until somebody does).
+    """
     faults: list[str] = []
     leaked = divergences = served = 0
     for name, group in groups.items():
@@ -47,7 +55,7 @@ def audit(service: Service, groups: Mapping[str, TPGroup], seed: int) -> Audit:
         except (GroupError, AssertionError) as error:
             faults.append(f"{name}: {error}")
     if service.storage is not None:
-        faults += _storage_faults(service)
+        faults += _storage_faults(service, read_pages)
         leaked += _held_in_storage(service)
     return Audit(leaked, divergences, tuple(faults), served)
 
@@ -84,9 +92,9 @@ def _serve_more(name: str, group: TPGroup, seed: int, faults: list[str]) -> int:
     return outcomes.ok
 
 
-def _storage_faults(service: Service) -> list[str]:
+def _storage_faults(service: Service, read_pages: bool) -> list[str]:
     assert service.storage is not None
-    audits = service.storage.audit(read_pages=True)
+    audits = service.storage.audit(read_pages=read_pages)
     return [f"storage actor {member}: {text or 'is away'}" for member, text in audits.items() if text != ""]
 
 
