@@ -142,7 +142,8 @@ class Transfers:
             part.host_value for part in self._covered(node, 0) if part.end <= start and part.host_value is not None
         ]
         prefix_pages = concatenated(above)
-        assert len(prefix_pages) == start, f"{node!r} has a host copy, and not all above it have one"
+        if len(prefix_pages) < start:
+            prefix_pages = NO_PAGES
         backup = Backup(self._seq(), node, start, host_pages, path[start:stop], path[:start], prefix_pages)
         self._tree.protect(node)
         self.backups.append(backup)

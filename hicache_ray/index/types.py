@@ -102,7 +102,8 @@ class Backup(NamedTuple):
     Attributes:
         hashes: hash of each page.
         prefix_hashes: hashes of all pages before them, from the root.
-        prefix_pages: L2 pages of those, which stay there for as long as this backup is in flight.
+        prefix_pages: L2 pages of those, which stay there while this backup is in flight; empty where not all of
+            them have a host copy (a backup begun by itself, with `begin_backup`).
     """
 
     seq: int
