@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,7 +46,6 @@ class RecoveryLimits:
     """Deadlines of a recovery, seconds.
 
     Attributes:
-        sign_of_life: for an answer beside a step; a rank that gives none does not run.
         answer: for a rank that may still be inside a reduction.
         start: for an actor to come up again.
         quiesce: for a rank's own transfers to end.
@@ -54,7 +53,6 @@ class RecoveryLimits:
         claim: spent on getting pages back; what is not back by then is dropped (and found in L3 later).
     """
 
-    sign_of_life: float = 4.0
     answer: float = 8.0
     start: float = 60.0
     quiesce: float = 10.0
@@ -159,12 +157,11 @@ class Recovery:
 
     def _survey(self) -> list[RankInfo]:
         """Who is there. A rank that does not answer in time is ended, and awaited as a fresh one."""
-        # To leave frees ranks that wait for this one in a reduction, and is answered beside a running step.
-        leaving = {actor.leave.remote(): rank for rank, actor in enumerate(self.actors)}
-        asked = {actor.survey.remote(): rank for rank, actor in enumerate(self.actors)}
-        for ref in ray.wait(list(leaving), num_returns=len(leaving), timeout=self.limits.sign_of_life)[1]:
-            self._end(leaving[ref])
-        answers: dict[int, RankInfo] = self._collected("survey", asked, self.limits.answer)
+        answers: dict[int, RankInfo] = {}
+        for rank, actor in enumerate(self.actors):
+            actor.leave.remote()  # frees ranks that wait for it in a reduction; answered beside a running step
+            logger.debug("group %s: rank %d was asked to leave the reduction", self.name, rank)
+        answers.update(self._answers("survey", self.limits.answer, range(len(self.actors))))
         silent = [rank for rank in range(len(self.actors)) if rank not in answers]
         for rank in silent:
             self._end(rank)
@@ -180,9 +177,6 @@ class Recovery:
     def _answers(self, method: str, timeout: float, ranks: Sequence[int], *arguments: Any) -> dict[int, Any]:
         """The answers that came within `timeout` seconds, by rank."""
         refs = {getattr(self.actors[rank], method).remote(*arguments): rank for rank in ranks}
-        return self._collected(method, refs, timeout)
-
-    def _collected(self, method: str, refs: Mapping[Any, int], timeout: float) -> dict[int, Any]:
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=max(0.0, timeout))
         answers = {}
         for ref in done:
