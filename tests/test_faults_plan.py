@@ -46,7 +46,6 @@ def plan(*faults: Mapping[str, Any], seed: int = 0) -> FaultPlan:
         ({"kind": "kill", "who": "rank 0", "call": 0}, "call is 0; give a whole number from 1"),
         ({"kind": "kill", "who": "rank 0", "call": True}, "call is True"),
         ({"kind": "drop", "who": "rank 0", "probability": 1.5}, "probability is 1.5"),
-        ({"kind": "hang", "who": "storage 0", "time": 1}, "nobody ends one that is only silent"),
         ("kill", "give a mapping"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 RANDOM = "random"
 COUNT = Whole(1)
 PROCESSES = Whole(1, MOST_PROCESSES)
+EXPECTED_DEATHS = "^A worker died or was killed"
+"""What Ray prints on standard output, where a report may go, each time that one of our kills has succeeded."""
 KINDS_HELP = f"Kinds of drawn faults with weights, as kill=3,slow=1. Known: {', '.join(KINDS)}."
 
 
@@ -52,6 +55,8 @@ def command(plan_name: str, json_path: Path | None, plan_path: Path | None, kind
     """
     from rich.console import Console
 
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", EXPECTED_DEATHS)
     from hicache_ray.testing.chaos import ChaosSettings
 
     console, out = Console(stderr=True), Console(stderr=str(json_path) == "-")
@@ -134,13 +139,10 @@ def _plan(name: str) -> FaultPlan | None:
 
 
 def _run(settings: Any, plan: FaultPlan | None, console: Console) -> ChaosReport:
-    import os
-
     from hicache_ray.actors.errors import GroupError
     from hicache_ray.testing.chaos import run_chaos
     from hicache_ray.testing.fault_target import FaultPlanError
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         with start_failures():
             return run_chaos(settings, plan, progress=lambda text: console.print(text, highlight=False))

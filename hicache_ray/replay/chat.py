@@ -134,7 +134,7 @@ def chat_requests(spec: ChatSpec, seed: int) -> Iterator[ReplayRequest]:
         turns_done[session] += 1
         if turns_done[session] == spec.turns:
             open_sessions.pop(at)
-            histories[session] = prompt[:0]
+            histories[session] = prompt[:0].copy()  # a view would keep the prompt
 
 
 def _namespace(spec: ChatSpec, session: int) -> Namespace:

@@ -5,6 +5,7 @@ Every number was measured during the run. What a mode does not have (bytes, with
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,13 +46,13 @@ class StepTimes:
     """Step times in microseconds, by part, of every step of a run."""
 
     def __init__(self) -> None:
-        self._samples: dict[str, list[float]] = {}
+        self._samples: dict[str, array[float]] = {}
 
     def add(self, timings_us: Mapping[str, float]) -> None:
         """Notes one step's parts; what it does not name is left out of that part's percentiles."""
         for part in STEP_PARTS:
             if part in timings_us:
-                self._samples.setdefault(part, []).append(timings_us[part])
+                self._samples.setdefault(part, array("f")).append(timings_us[part])
 
     def percentiles(self) -> dict[str, dict[str, float]]:
         """p50 and p99 of each part that was measured."""

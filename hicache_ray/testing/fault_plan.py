@@ -140,8 +140,6 @@ class Fault:
 
     def _check_place(self) -> None:
         if self.outside:
-            if self.kind == HANG and self.seconds is None and self.who.role == STORAGE:
-                raise FaultPlanError("hang of a storage actor: give seconds; nobody ends one that is only silent")
             return
         pattern = self.point or default_point(self.kind, self.who.role)
         allowed = points_of(self.kind, self.who.role)
@@ -305,5 +303,5 @@ def _drawn(rng: random.Random, who: Sequence[Identity], kinds: Mapping[str, floa
     role = rng.choices(roles, [ROLE_WEIGHTS[role] for role in roles])[0]
     one = rng.choice([one for one in who if one.role == role])
     seconds = round(rng.uniform(*DRAWN_SECONDS), 2)
-    lasts = kind in TIMED or (kind == HANG and role != RANK)
+    lasts = kind in TIMED or (kind == HANG and role == SUPERVISOR)
     return Fault(kind, Target(one.role, one.number, one.group), time=at, seconds=seconds if lasts else None)
