@@ -62,8 +62,11 @@ def start(
     Raises:
         ConfigError: the configuration can't work.
         ConnectionError: the cluster named does not answer.
-        ServiceError: a service of that name runs already.
+        ServiceError: a service of that name runs already, or the configuration is none.
+        StoragePoolError: the storage actors did not come up.
     """
+    if not isinstance(config, HiCacheConfig | None):
+        raise ServiceError(f"the configuration is a {type(config).__name__}: give HiCacheConfig.from_mapping of it")
     if not _NAME.fullmatch(name):
         raise ServiceError(f"{name!r} is no name for a service: use 1 to 48 letters, digits, '_' or '-'")
     resolved = (config or HiCacheConfig()).resolve().config

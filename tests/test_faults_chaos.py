@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hicache_ray.replay.chat import ChatSpec
 from hicache_ray.testing.chaos import ChaosSettings, run_chaos
 from hicache_ray.testing.chaos_client import ChatSource, Outcomes
 from hicache_ray.testing.chaos_report import Audit, ChaosReport
-from hicache_ray.testing.chaos_watch import FaultRecord, percentile
+from hicache_ray.testing.chaos_watch import ChaosWatch, FaultRecord, percentile
 from hicache_ray.testing.fault_plan import FaultPlan
 from hicache_ray.testing.fault_target import Identity
 from tests.conftest import REPOSITORY
@@ -80,6 +81,17 @@ def test_requests_that_failed_by_a_name_of_ours_are_counted_and_no_fault() -> No
 
 def test_percentiles() -> None:
     assert percentile([], 0.5) == 0.0 and percentile([3.0, 1.0, 2.0], 0.5) == 2.0 and percentile([1.0, 9.0], 1.0) == 9.0
+
+
+def test_a_fault_that_is_heard_of_after_its_group_was_found_broken_was_noticed_then() -> None:
+    watch = ChaosWatch(None)  # type: ignore[arg-type]  # nobody is asked
+    before = time.time()
+    watch.noticed("instance-0")
+    watch.happened(0, "kill", RANK, "rank.reduce", before, 7)
+    watch.happened(1, "kill", RANK, "rank.reduce", time.time() + 1.0, 7)
+    watch.happened(2, "kill", Identity("rank", 1, "instance-1"), "rank.reduce", before, 7)
+    noticed = [record.noticed for record in watch.records]
+    assert noticed[0] is not None and noticed[0] >= before and noticed[1:] == [None, None]
 
 
 def test_a_source_gives_a_turn_only_after_the_answer_it_builds_on() -> None:

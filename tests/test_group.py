@@ -102,6 +102,8 @@ def test_a_name_is_taken_once_and_unknown_names_are_refused(running: Service) ->
         hicache_ray.connect("other")
     with pytest.raises(ServiceError, match="no name for a service"):
         hicache_ray.start(running.config, name="a:b")
+    with pytest.raises(ServiceError, match="the configuration is a dict: give HiCacheConfig.from_mapping"):
+        hicache_ray.start({"tp_size": 2})  # type: ignore[arg-type]
 
 
 def test_ranks_that_answer_differently_are_an_error_that_names_step_and_ranks(group: TPGroup) -> None:

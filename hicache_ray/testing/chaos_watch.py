@@ -56,6 +56,7 @@ class ChaosWatch:
         self.records: list[FaultRecord] = []
         self.processes: dict[Identity, Process] = {}
         self._seen: set[tuple[int, str, float]] = set()
+        self._broken_at: dict[str, list[float]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._look_often, name="chaos-watch", daemon=True)
@@ -73,12 +74,15 @@ class ChaosWatch:
     def happened(self, number: int, kind: str, who: Identity, point: str, at: float, pid: int) -> None:
         """Notes a fault."""
         with self._lock:
-            self.records.append(FaultRecord(number, kind, who, point, at, pid))
+            # What an actor did to itself is heard of later, sometimes after the group was found broken.
+            noticed = next((moment for moment in self._broken_at.get(who.group, ()) if moment >= at), None)
+            self.records.append(FaultRecord(number, kind, who, point, at, pid, noticed))
 
     def noticed(self, group: str) -> None:
         """Somebody found the group broken, now."""
         now = time.time()
         with self._lock:
+            self._broken_at.setdefault(group, []).append(now)
             for record in self._open(group):
                 record.noticed = record.noticed or now
 
