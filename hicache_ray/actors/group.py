@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from hicache_ray.actors.directory import publish_ranks
 from hicache_ray.actors.errors import (
     DivergenceError,
     GroupError,
@@ -230,7 +231,9 @@ class TPGroup(RuntimeControl):
     def _join(self, generation: int) -> None:
         self.generation = generation
         # Ranks come up at their own pace, and wait for one another only when all are up.
-        self._call("survey", timeout=self.options.start_timeout)
+        infos = self._call("survey", timeout=self.options.start_timeout)
+        # Before anything can hang: who hangs can't be asked where it is.
+        publish_ranks(self.name, [(info.pid, info.node_id) for info in infos])
         self._ranks.pids = self._call("join", generation, timeout=self.options.start_timeout)
 
     def _find_generation(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class RecoveryLimits:
     """Deadlines of a recovery, seconds.
 
     Attributes:
+        sign_of_life: for an answer beside a running step; a process that gives none is stopped, or hangs as a whole.
         answer: for a rank that may still be inside a reduction.
         start: for an actor to come up again.
         quiesce: for a rank's own transfers to end.
@@ -53,6 +54,7 @@ class RecoveryLimits:
         claim: spent on getting pages back; what is not back by then is dropped (and found in L3 later).
     """
 
+    sign_of_life: float = 4.0
     answer: float = 8.0
     start: float = 60.0
     quiesce: float = 10.0
@@ -157,12 +159,14 @@ class Recovery:
 
     def _survey(self) -> list[RankInfo]:
         """Who is there. A rank that does not answer in time is ended, and awaited as a fresh one."""
-        answers: dict[int, RankInfo] = {}
-        for rank, actor in enumerate(self.actors):
-            actor.leave.remote()  # frees ranks that wait for it in a reduction; answered beside a running step
-            logger.debug("group %s: rank %d was asked to leave the reduction", self.name, rank)
-        answers.update(self._answers("survey", self.limits.answer, range(len(self.actors))))
-        silent = [rank for rank in range(len(self.actors)) if rank not in answers]
+        everyone = range(len(self.actors))
+        pings = self._ask("ping", everyone)
+        self._ask("leave", everyone)  # frees ranks that wait for another in a reduction
+        surveys = self._ask("survey", everyone)
+        for rank in self._unanswered(pings, self.limits.sign_of_life):
+            self._end_known(rank)
+        answers: dict[int, RankInfo] = self._collected("survey", surveys, self.limits.answer)
+        silent = [rank for rank in everyone if rank not in answers]
         for rank in silent:
             self._end(rank)
         deadline = time.monotonic() + self.limits.start
@@ -174,9 +178,18 @@ class Recovery:
         self._known.update({rank: (info.pid, info.node_id) for rank, info in answers.items()})
         return [answers[rank] for rank in range(len(self.actors))]
 
+    def _ask(self, method: str, ranks: Sequence[int], *arguments: Any) -> dict[Any, int]:
+        return {getattr(self.actors[rank], method).remote(*arguments): rank for rank in ranks}
+
+    def _unanswered(self, refs: Mapping[Any, int], timeout: float) -> list[int]:
+        """The ranks from which neither an answer nor an error came within `timeout` seconds."""
+        return [refs[ref] for ref in ray.wait(list(refs), num_returns=len(refs), timeout=timeout)[1]]
+
     def _answers(self, method: str, timeout: float, ranks: Sequence[int], *arguments: Any) -> dict[int, Any]:
         """The answers that came within `timeout` seconds, by rank."""
-        refs = {getattr(self.actors[rank], method).remote(*arguments): rank for rank in ranks}
+        return self._collected(method, self._ask(method, ranks, *arguments), timeout)
+
+    def _collected(self, method: str, refs: Mapping[Any, int], timeout: float) -> dict[int, Any]:
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=max(0.0, timeout))
         answers = {}
         for ref in done:
@@ -194,8 +207,14 @@ class Recovery:
         return [answers[rank] for rank in ranks]
 
     def _end(self, rank: int) -> None:
-        """Ends a rank's process where it was last seen; Ray starts the actor again."""
-        if rank in self._known:
-            kill_rank(*self._known[rank])
-        else:
+        """Ends a rank's process, wherever it is; Ray starts the actor again."""
+        if not self._end_known(rank):
             ray.kill(self.actors[rank], no_restart=False)
+
+    def _end_known(self, rank: int) -> bool:
+        """Ends a rank's process where it was last seen; False when it was never seen. One that is being started has
+        another process, and is left alone."""
+        if rank not in self._known:
+            return False
+        kill_rank(*self._known[rank])
+        return True

@@ -223,7 +223,7 @@ class SupervisorServer:
 class SupervisorClient:
     """A service's supervisor as its users see it; outlasts the supervisor's restarts."""
 
-    def __init__(self, service: str, timeout: float = 120.0, patience: float = 20.0) -> None:
+    def __init__(self, service: str, timeout: float = 120.0, patience: float = 5.0) -> None:
         """
         Args:
             service: whose supervisor.
