@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +91,21 @@ def lose_node_of_group(cluster: Cluster, group: TPGroup) -> dict[str, Any]:
     """The ranks' node dies: from its death to the first error, and to the first answer from another node."""
     lost = node_of(group)
     cluster.remove_node(_node(cluster, lost), allow_graceful=False)
-    began, noticed = time.monotonic(), 0.0
+    began, noticed, heal = time.monotonic(), 0.0, group.healer
+    assert heal is not None
+
+    def healer(generation: int) -> tuple[int, Sequence[int]]:
+        nonlocal noticed
+        noticed = noticed or time.monotonic() - began
+        return heal(generation)
 
     def answered() -> bool:
-        nonlocal noticed
         try:
-            group.step()
+            return bool(group.step())
         except GroupError:
-            noticed = noticed or time.monotonic() - began
             return False
-        return True
 
+    group.healer = healer
     healed = time_until(answered, "the group to answer")
     return _row(
         "node with all ranks of a group lost", "`GroupRestarted`, to be sent again", noticed, healed, hits(group)

@@ -182,3 +182,17 @@ def test_a_plan_reaches_restarted_actors_and_happens_once(running: Service, grou
 
 def _nothing(actor: object) -> None:
     return None
+
+
+def test_a_plan_that_has_ended_does_not_come_back_with_a_look(running: Service, group: TPGroup) -> None:
+    slow = {"kind": "slow", "who": "rank 0 of a", "seconds": 0.001, "times": 0}
+    faults = ServiceFaults(running, FaultPlan.parse({"faults": [slow]}))
+    assert set(faults.install(30.0)) == set(faults.who)
+    group.step()
+    faults.end()
+    happened = len(faults.firings())
+    assert happened and set(faults.install(30.0)) == set(faults.who)
+    group.step()
+    assert len(faults.firings()) == happened
+    faults.remove()
+    assert not faults.firings()

@@ -115,6 +115,7 @@ class StoragePool:
         self.handle = handle
         self.membership = membership
         self._spec = spec
+        self._away: set[str] = set()
         self._actors: dict[str, Any] = {}
         self._published = True
         self._directory = PoolDirectory(handle.name, handle.namespace)
@@ -351,10 +352,26 @@ class StoragePool:
             try:
                 calls[member] = self._channel(member).call(method, *args)
             except ChannelError as error:
-                logger.warning("storage actor %s is away: %s", member, error)
+                self._note_away(member, error)
                 calls[member] = None
         deadline = Deadline(min(seconds, CALL_SECONDS))
-        return {member: _answer(member, call, deadline) for member, call in calls.items()}
+        return {member: self._answer(member, call, deadline) for member, call in calls.items()}
+
+    def _answer(self, member: str, call: Pending | None, deadline: Deadline) -> Any:
+        if call is None:
+            return None
+        try:
+            answer = call.result(deadline.remaining())
+        except ChannelError as error:
+            self._note_away(member, error)
+            return None
+        self._away.discard(member)
+        return answer
+
+    def _note_away(self, member: str, error: ChannelError) -> None:
+        """Says it once, until the member has answered again."""
+        logger.log(logging.DEBUG if member in self._away else logging.WARNING, "%s is away: %s", member, error)
+        self._away.add(member)
 
     def _channel(self, member: str) -> RayChannel:
         return RayChannel(actor_name(member), self.handle.namespace, CALL_SECONDS)
@@ -420,16 +437,6 @@ def _deleted(path: Path) -> bool:
     except ArenaLocked:
         return False
     return True
-
-
-def _answer(member: str, call: Pending | None, deadline: Deadline) -> Any:
-    if call is None:
-        return None
-    try:
-        return call.result(deadline.remaining())
-    except ChannelError as error:
-        logger.warning("storage actor %s is away: %s", member, error)
-        return None
 
 
 def _spec_of(config: StoragePoolConfig, handle: StoragePoolHandle, token: str) -> StorageActorSpec:

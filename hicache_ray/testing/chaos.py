@@ -162,18 +162,19 @@ class _Run:
             _tell_when_noticed(group, lambda name=name: self.watch.noticed(name))  # type: ignore[misc]
 
     def run(self) -> ChaosReport:
-        self.watch.start()
         began = self.faults.started = time.time()
+        self.watch.start()
         for client in self.clients:
             client.start()
         try:
             self._break_things(began)
-            self._wait(lambda: not self.watch.unhealed())
+            self.faults.end()
             self.watch.take_firings()
-            self.faults.remove()
+            self._wait(lambda: not self.watch.unhealed())
             unended = self._drain()
         finally:
             self.watch.stop()
+            self.faults.remove()
         hung = [client for client in self.clients if client.is_alive()]
         for client in hung:
             client.outcomes.hung += 1

@@ -66,22 +66,31 @@ class ServiceFaults:
         self.plan = plan.resolved(self.who)
         self.started = time.time()
         self._service = service
+        self._ended = False
         self._id = uuid.uuid4().hex[:12]
 
     def install(self, seconds: float = CALL_SECONDS) -> dict[Identity, Process]:
         """Has every actor that answers within so many seconds carry out the plan; those that do already are asked
-        where they are. Faults that happened to an actor before it was restarted count."""
+        where they are. Faults that happened to an actor before it was restarted count. After `end` the actors only say
+        where they are."""
+        if self._ended:
+            return self._places({one: self.call(one, _remove) for one in self.who}, seconds)
         spent = self._spent()
         mapping = self.plan.as_mapping()
         calls = {
             one: self.call(one, _install, self._id, mapping, str(one), self.started, spent.get(str(one), {}))
             for one in self.who
         }
-        return {one: Process(*answer) for one, answer in self.answers(calls, seconds).items()}
+        return self._places(calls, seconds)
+
+    def end(self, seconds: float = REMOVE_SECONDS) -> None:
+        """Ends the plan in every actor that answers in time; `firings` still tells what happened."""
+        self._ended = True
+        self.answers({one: self.call(one, _remove) for one in self.who}, seconds)
 
     def remove(self, seconds: float = REMOVE_SECONDS) -> None:
-        """Ends the plan in every actor that answers in time, and forgets what happened."""
-        self.answers({one: self.call(one, _remove) for one in self.who}, seconds)
+        """Ends the plan, and forgets what happened."""
+        self.end(seconds)
         _internal_kv_del(self._id.encode(), del_by_prefix=True, namespace=KV_NAMESPACE)
 
     def firings(self) -> list[Firing]:
@@ -135,6 +144,9 @@ class ServiceFaults:
         except ValueError:
             return None
 
+    def _places(self, calls: Mapping[Identity, Any], seconds: float) -> dict[Identity, Process]:
+        return {one: Process(*answer) for one, answer in self.answers(calls, seconds).items()}
+
     def _spent(self) -> dict[str, Counter[int]]:
         spent: dict[str, Counter[int]] = {}
         for firing in self.firings():
@@ -178,18 +190,26 @@ def _signal_worker(pid: int, number: int, resume_after: float | None) -> bool:
     return True
 
 
-def _install(actor: Any, plan_id: str, mapping: dict[str, Any], who: str, started: float, spent: Counter[int]) -> Any:
+def _install(
+    actor: Any, plan_id: str, mapping: dict[str, Any], who: str, started: float, spent: Counter[int]
+) -> tuple[int, str]:
     """Runs in the actor."""
     injector = faultpoints.installed()
     if not (isinstance(injector, _Noted) and injector.plan_id == plan_id):
         identity = Identity.parse(who)
         plan = FaultPlan.parse(mapping)
         faultpoints.install(_Noted(plan_id, plan, identity, started=started, spent=spent))
-    return os.getpid(), ray.get_runtime_context().get_node_id()
+    return _place()
 
 
-def _remove(actor: Any) -> None:
+def _remove(actor: Any) -> tuple[int, str]:
+    """Runs in the actor."""
     faultpoints.install(None)
+    return _place()
+
+
+def _place() -> tuple[int, str]:
+    return os.getpid(), ray.get_runtime_context().get_node_id()
 
 
 class _Noted(PlanInjector):
