@@ -126,3 +126,22 @@ def test_the_handler_of_the_process_survives_that_of_ray(
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_waits_until_ray_has_started_and_a_second_one_does_not(
+    monkeypatch: pytest.MonkeyPatch, failing: list[BaseException], times: int
+) -> None:
+    started, ended = [], []
+
+    def init(**options: object) -> None:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        started.append(True)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        enter(None, RayStart())
+    assert len(started) == 2 - times and ended == [True] and signal.getsignal(signal.SIGINT) is before

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import ray
@@ -132,7 +133,8 @@ def _starting(failure: str) -> Iterator[None]:
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
-        yield
+        with _interrupt_afterwards():
+            yield
     except RayAddressError:
         ray.shutdown()
         raise
@@ -145,3 +147,30 @@ def _starting(failure: str) -> Iterator[None]:
     finally:
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _interrupt_afterwards() -> Iterator[None]:
+    """Lets the first SIGINT wait for the end of the block; a second one does not wait.
+
+    Ray's core, interrupted while it is being made, crashes when the process exits.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            before(number, frame)
+        interrupted = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        before(signal.SIGINT, None)
