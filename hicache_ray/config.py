@@ -141,7 +141,9 @@ class HiCacheConfig:
 
     # Time limits and group
     storage_timeout: float = option(5.0, "Limit of one call to L3, in seconds.", above=0)
-    step_timeout: float = option(10.0, "Limit of one step of the group, in seconds.", above=0)
+    step_timeout: float = option(
+        10.0, "Limit of one step of the group, and of any process's silence, in seconds.", above=0
+    )
     collective_timeout: float = option(5.0, "Limit of one reduction over the group, in seconds.", above=0)
     collective_backend: str = option(
         "hicache", "Ray collective backend of the group's reductions.", choices=COLLECTIVE_BACKENDS

@@ -78,7 +78,8 @@ def start(
             )
         chosen = replace(options or GroupOptions(step_timeout=resolved.step_timeout), detached=detached)
         storage = _start_storage(name, resolved, detached)
-        supervisor = SupervisorClient.start(name, detached=detached)
+        silence = max(chosen.step_timeout, resolved.storage_timeout)
+        supervisor = SupervisorClient.start(name, detached=detached, silence=silence)
         service = Service(name, resolved, storage, chosen, owns_ray=owns_ray, supervisor=supervisor)
         service._publish()
     except BaseException:
@@ -148,7 +149,7 @@ class Service:
             engine_options: given to it.
 
         Raises:
-            GroupError: the group can't be started, or its actors are gone.
+            GroupError: the group can't be started, its actors are gone, or the service was stopped.
         """
         if self._stopped:
             raise GroupError(f"service {self.name} is stopped")
@@ -159,6 +160,8 @@ class Service:
             raise GroupError(f"{name!r} is no name for a group: use 1 to 48 letters, digits, '_' or '-'")
         if name in self._groups:
             return self._connect(name)
+        if look_up(self.name) is None:
+            raise GroupError(f"service {self.name} was stopped by another driver: start it again")
         specs = self._specs(group_name(self.name, name), engine, engine_options or {})
         group = self._groups[name] = TPGroup.create(specs, self.options, self._healer(name))
         self._publish()

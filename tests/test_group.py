@@ -106,6 +106,14 @@ def test_a_name_is_taken_once_and_unknown_names_are_refused(running: Service) ->
         hicache_ray.start({"tp_size": 2})  # type: ignore[arg-type]
 
 
+def test_a_group_of_a_service_that_another_driver_stopped_is_refused_at_once(
+    running: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache_ray.service.look_up", lambda name: None)
+    with pytest.raises(GroupError, match="was stopped by another driver"):
+        running.group("another")
+
+
 def test_ranks_that_answer_differently_are_an_error_that_names_step_and_ranks(group: TPGroup) -> None:
     one = StepAnswer(0, 7, 1, timings_us={"total": 1.0})
     with pytest.raises(DivergenceError, match=r"ranks 0 and 1 differ at step 7 in digest"):

@@ -235,8 +235,14 @@ class SupervisorClient:
         self.patience = patience
 
     @classmethod
-    def start(cls, service: str, *, detached: bool) -> SupervisorClient:
-        """Starts the supervisor's actor."""
+    def start(cls, service: str, *, detached: bool, silence: float) -> SupervisorClient:
+        """Starts the supervisor's actor.
+
+        Args:
+            service: whose supervisor.
+            detached: it outlives this process.
+            silence: seconds after which a rank or a storage actor without a sign of life counts as hung.
+        """
         actor = _remote(concurrency_groups=CONCURRENCY_GROUPS)(SupervisorServer).options(
             name=supervisor_name(service),
             namespace=RAY_NAMESPACE,
@@ -245,7 +251,8 @@ class SupervisorClient:
             max_restarts=-1,
         )
         client = cls(service)
-        client._owned = actor.remote(service)  # an actor that is not detached ends with its last handle
+        # An actor that is not detached ends with its last handle.
+        client._owned = actor.remote(service, patience=silence)
         return client
 
     _owned: Any = None
