@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from types import FrameType
 
@@ -32,6 +33,9 @@ COMMANDS = {
 BAD_INPUT = 2
 INTERRUPTED = 130
 TERMINATED = 143
+
+STOP_SECONDS = 30.0
+"""Most that a command may take to stop what it started, after a signal."""
 
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
 """What writing to standard output raises when its reader left, or its disk is full."""
@@ -107,6 +111,7 @@ class Ending:
     """What signals do: the first becomes an exception, so that what the command started is stopped on the way out.
 
     Those after it are passed over: stopping is bounded by its own deadlines, and broken off it would leave processes.
+    Where it can't end, for a signal to the whole process group has ended the Ray of this process too, the process does.
     """
 
     def __init__(self) -> None:
@@ -114,15 +119,18 @@ class Ending:
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Handler of SIGINT."""
-        self._end(KeyboardInterrupt())
+        self._end(KeyboardInterrupt(), INTERRUPTED)
 
     def terminate(self, signum: int, frame: FrameType | None) -> None:
         """Handler of SIGTERM."""
-        self._end(SystemExit(TERMINATED))
+        self._end(SystemExit(TERMINATED), TERMINATED)
 
-    def _end(self, error: BaseException) -> None:
+    def _end(self, error: BaseException, code: int) -> None:
         if not self.began:
             self.began = True
+            last = threading.Timer(STOP_SECONDS, os._exit, (code,))
+            last.daemon = True
+            last.start()
             raise error
 
 

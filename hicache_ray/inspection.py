@@ -26,7 +26,7 @@ def status_of(cache: HiRadixCache) -> dict[str, Any]:
         "digest": index.tree.digest(),
         "storage": {"backend": cache.backend_name, "state": _storage_state(cache), "options": settings["options"]},
         "policies": settings["policies"],
-        "requests": {"running": running, "waiting": len(cache.requests) - running},
+        "requests": {"running": running, "waiting": len(cache.requests) - running, "ids": list(cache.requests)},
         "in_flight": in_flight(cache),
         "pages": {pool: ledger._asdict() for pool, ledger in index.ledger().items()},
         "page_size": cache.page_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hicache_ray.storage import arena as arena_module
 from hicache_ray.storage.arena import Arena, ArenaMapping, read_owner, remove_if_unlocked
+from hicache_ray.storage.arena_files import sweep
 from hicache_ray.storage.arena_layout import (
     EMPTY,
     FILE_HEADER_BYTES,
@@ -31,7 +34,7 @@ GEOMETRY = ArenaGeometry(segments=4, segment_bytes=8 * PAGE)
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "test.arena"
+    return tmp_path / "hicache-test.arena"
 
 
 @pytest.fixture
@@ -196,3 +199,28 @@ def test_owner_killed_while_writing(path: Path) -> None:
     assert arena.headers["state"][:2].tolist() == [VALID, WRITING]
     assert [survivor.key for survivor in arena.survivors()] == [b"whole"]
     arena.close()
+
+
+@pytest.mark.parametrize("deletes", [True, False])
+def test_a_sweep_that_meets_an_arena_in_the_making_does_not_fail_its_maker(
+    path: Path, monkeypatch: pytest.MonkeyPatch, deletes: bool
+) -> None:
+    """Actors of a pool start at once: one sweeps while another has made its file and not locked it yet."""
+    lock, met = arena_module._lock, []
+
+    def lock_after_a_sweep(file: Path, descriptor: int) -> None:
+        if not met:
+            met.append(os.open(file, os.O_RDWR))
+            if deletes:
+                assert sweep(path.parent, lambda facts: False) == [file]
+            else:
+                fcntl.flock(met[0], fcntl.LOCK_EX)  # it is about to
+        lock(file, descriptor)
+
+    monkeypatch.setattr(arena_module, "_lock", lock_after_a_sweep)
+    made = Arena.create(path, GEOMETRY, {"service": "test"})
+    assert met and read_owner(path) == {"service": "test"}
+    with pytest.raises(ArenaLocked):
+        Arena.open(path)
+    made.close()
+    os.close(met[0])

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 
@@ -76,6 +77,30 @@ def test_steps_of_two_drivers_that_meet_are_applied_nowhere_and_may_be_sent_agai
     assert all(row["requests"]["waiting"] == 0 for row in group.status())
     ray.get([first.step.remote(mine, 1), second.step.remote(mine, 1)])
     group.step(aborts=["mine"])
+
+
+def test_requests_of_a_driver_that_died_are_named_and_ended(running: Service, group: TPGroup, ctl: Ctl) -> None:
+    """It was killed between schedule and finish: its pages of L1 are held until somebody ends its requests."""
+    gone = second_driver(running)
+    for rid in ("gone-0", "gone-1"):
+        gone.step(admits=[Admit(rid, np.arange(16, dtype="<u4").tobytes())])
+        until(lambda rid=rid: gone.step(polls=[rid]).polled[0].ready, rid)  # type: ignore[misc]
+    assert gone.step(schedules=["gone-0"]).scheduled[0].ok
+    code, out, _ = ctl("status")
+    assert code == 0 and "requests  gone-0, gone-1" in out and "1 running, 1 waiting" in out
+    assert ctl("abort")[0] == ctl("abort", "--all", "gone-0")[0] == 2
+    assert ctl("abort", "gone-0", "nobody")[1] == "a: aborted (1 requests)\n"
+    assert ctl("abort", "--all")[1] == "a: aborted (1 requests)\n"
+    settle(group)
+    ledgers = [ledger for row in group.status() for ledger in row["pages"].values()]
+    assert all(ledger["free"] + ledger["in_tree"] == ledger["total"] for ledger in ledgers)
+    assert "requests" not in ctl("status")[1]
+
+
+def test_a_supervisor_that_hangs_is_said_in_one_sentence(ctl: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache_ray.actors.supervisor.STATUS_SECONDS", 0.0)
+    code, _, err = ctl("heals")
+    assert code == 1 and err == "hicache-ray: the supervisor of test gave no answer in 0 s\n"
 
 
 def test_two_drivers_step_at_once_and_every_step_counts_once(running: Service, group: TPGroup) -> None:

@@ -35,9 +35,7 @@ PLANS = """
 
 def run(pytester: pytest.Pytester, source: str, **outcomes: int) -> None:
     pytester.makepyfile(source)
-    result = pytester.runpytest_subprocess(
-        "-p", PLUGIN, "--strict-markers", "-q", "-p", "no:cacheprovider", timeout=240
-    )
+    result = pytester.runpytest_subprocess("--strict-markers", "-q", "-p", "no:cacheprovider", timeout=240)
     result.assert_outcomes(**outcomes)
 
 
@@ -56,9 +54,55 @@ def test_a_bad_plan_is_an_error_of_the_test(pytester: pytest.Pytester) -> None:
             pass
         """
     )
-    result = pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=120)
+    result = pytester.runpytest_subprocess("-q", timeout=120)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*FaultPlanError: fault 0: kind is 'explode'*"])
+
+
+def test_a_misspelt_option_of_the_marker_is_an_error_of_the_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.hicache_faults({"kind": "kill", "who": "rank 1"}, sed=3)
+        def test_bad(fault_plan):
+            pass
+        """
+    )
+    result = pytester.runpytest_subprocess("-q", timeout=120)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*FaultPlanError: hicache_faults has sed; it takes faults, seed and file"])
+
+
+def test_who_loads_the_plugin_by_hand_too_has_it_once(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_one(): pass")
+    pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=120).assert_outcomes(passed=1)
+
+
+@pytest.mark.ray
+def test_faults_are_at_work_for_who_asks_for_the_service_only_and_timed_ones_are_told(
+    pytester: pytest.Pytester,
+) -> None:
+    run(
+        pytester,
+        """
+        import pytest
+        from hicache_ray.testing.serving import wait_for
+
+        @pytest.mark.hicache_faults({"kind": "kill", "who": "rank 1", "time": 0.2})
+        def test_it_happens(hicache_service, request):
+            faults = request.getfixturevalue("hicache_faults")
+            wait_for(lambda: bool(faults.firings()), "the kill", 60.0)
+            (firing,) = faults.firings()
+            assert (firing.kind, firing.who, firing.point) == ("kill", "rank 1 of instance-0", "")
+            wait_for(lambda: bool(hicache_service.supervisor.history()), "the heal", 60.0)
+
+        @pytest.mark.hicache_faults({"kind": "kill", "who": "rank 1", "time": 0.2})
+        def test_it_happens_unasked(hicache_service):
+            wait_for(lambda: bool(hicache_service.supervisor.history()), "the heal", 60.0)
+        """,
+        passed=2,
+    )
 
 
 @pytest.mark.ray

@@ -12,11 +12,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from hicache_ray.actors.directory import publish_ranks
 from hicache_ray.actors.errors import (
@@ -274,10 +275,17 @@ class TPGroup(RuntimeControl):
             try:
                 return self._gather(refs, f"the step after {self._answered}", self.options.step_timeout)
             except StepCollision as collision:
+                self._forget(refs)
                 if time.monotonic() > deadline:
                     raise StepTimeout(f"group {self.name}: a step met other drivers' too often: {collision}") from None
                 logger.debug("group %s: %s", self.name, collision)
                 threading.Event().wait(random.uniform(0.0, COLLISION_WAIT))
+
+    def _forget(self, refs: list[Any]) -> None:
+        """Takes every rank's answer to a step that collided: Ray prints errors that nobody has taken."""
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=self.options.step_timeout)[0]:
+            with suppress(RayError):
+                ray.get(ref)
 
     def _gather(self, refs: list[Any], what: str, timeout: float) -> list[Any]:
         try:

@@ -34,7 +34,7 @@ class RuntimeControl:
     name: str
 
     @abstractmethod
-    def step(self, *, controls: Sequence[Control] = ()) -> GroupAnswer:
+    def step(self, *, aborts: Sequence[str] = (), controls: Sequence[Control] = ()) -> GroupAnswer:
         """One step of the group; see `TPGroup.step`."""
 
     @abstractmethod
@@ -102,6 +102,23 @@ class RuntimeControl:
         Raises: as `flush`; a detach that timed out goes on with the next one, and ends with an attach of the backend.
         """
         return self._carry(Control("detach"), timeout)
+
+    def abort(self, rids: Sequence[str] | None = None) -> str:
+        """Ends requests in whatever state, keeping nothing of them. Ids that are not there (any more) are passed over.
+
+        Args:
+            rids: None: all there are, also those of drivers that died: nobody else will end these.
+
+        Raises:
+            GroupError: as `flush`.
+        """
+        there = self.status()[0]["requests"]["ids"]
+        ended = [rid for rid in there if rids is None or rid in rids]
+        try:
+            self.step(aborts=ended)
+        except GroupRestarted as restarted:
+            logger.info("group %s: its requests are gone: %s", self.name, restarted)
+        return f"{len(ended)} requests"
 
     def set_policies(self, **policies: Any) -> str:
         """Changes policies from now on.

@@ -32,6 +32,7 @@ _beside: Any = ray.method
 logger = logging.getLogger("hicache_ray.supervisor")
 
 CONCURRENCY_GROUPS = {"status": 1}
+STATUS_SECONDS = 10.0
 HISTORY = 1000
 """Most heals that are remembered."""
 
@@ -291,11 +292,11 @@ class SupervisorClient:
 
     def history(self) -> list[Heal]:
         """The rebuilds since the supervisor's process began."""
-        return ray.get(self._actor().history.remote(), timeout=10.0)
+        return self._status("history")
 
     def storage_history(self) -> list[StorageHeal]:
         """The storage actors that were ended since the supervisor's process began."""
-        return ray.get(self._actor().storage_history.remote(), timeout=10.0)
+        return self._status("storage_history")
 
     def stop(self) -> None:
         """Ends the supervisor for good; nothing happens when there is none."""
@@ -308,6 +309,14 @@ class SupervisorClient:
         except RayError as error:
             logger.warning("the supervisor of %s did not stop by itself: %s", self.service, error)
         ray.kill(actor, no_restart=True)
+
+    def _status(self, method: str) -> Any:
+        try:
+            return ray.get(getattr(self._actor(), method).remote(), timeout=STATUS_SECONDS)
+        except GetTimeoutError:
+            raise GroupError(f"the supervisor of {self.service} gave no answer in {STATUS_SECONDS:g} s") from None
+        except RayActorError as error:
+            raise GroupError(f"the supervisor of {self.service} is being started again: {error}") from error
 
     def _actor(self) -> Any:
         try:

@@ -74,6 +74,18 @@ def flush(settings: dict[str, Any], group: str | None) -> None:
 
 
 @command.command()
+@click.argument("rids", nargs=-1, metavar="[REQUEST]...")
+@click.option("--all", "everything", is_flag=True, help="All that are admitted: nothing may be serving.")
+@_group_option
+@click.pass_obj
+def abort(settings: dict[str, Any], rids: tuple[str, ...], everything: bool, group: str | None) -> None:
+    """End REQUESTs that nobody else will end, as those of a driver that died; `ctl status` names them."""
+    if bool(rids) == everything:
+        raise BadInput("name requests, or give --all")
+    _each(settings, group, "aborted", lambda target: target.abort(None if everything else rids))
+
+
+@command.command()
 @click.argument("backend")
 @click.option("--options", metavar="JSON", help="Of the backend: JSON text, or @ and a JSON, TOML or YAML file.")
 @_policy_options

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 TIERS = {"device": "L1", "host": "L2"}
+NAMED_REQUESTS = 8
+"""Most requests that a status names."""
 
 
 def status_lines(name: str, ranks: Sequence[dict[str, Any]]) -> list[str]:
@@ -22,6 +24,9 @@ def status_lines(name: str, ranks: Sequence[dict[str, Any]]) -> list[str]:
     if events is not None:
         replays = f", replays at {events['replay_endpoint']}" if events["replay_endpoint"] else ""
         lines.append(f"  events    {events['endpoint']}{replays}; {events['lost']} batches lost")
+    if ids := first["requests"]["ids"]:
+        more = f" and {len(ids) - NAMED_REQUESTS} more" if len(ids) > NAMED_REQUESTS else ""
+        lines.append(f"  requests  {', '.join(ids[:NAMED_REQUESTS])}{more}")
     for row in ranks:
         requests = row["requests"]
         flying = ", ".join(f"{count} {kind}" for kind, count in row["in_flight"].items() if count) or "nothing"

@@ -150,10 +150,8 @@ class Arena(ArenaMapping):
         """
         head = new_file_header(geometry, owner or {})
         _check_room(path, geometry)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        temporary, descriptor = _new_locked_file(path)
         try:
-            _lock(temporary, descriptor)
             os.ftruncate(descriptor, geometry.file_bytes)
             _allocate(path, descriptor, geometry.data_start, geometry.segments * geometry.segment_bytes)
             os.pwrite(descriptor, head, 0)
@@ -311,6 +309,24 @@ def read_owner(path: Path) -> dict[str, Any]:
     if head.size < FILE_HEADER_BYTES or head[: FILE_HEADER.itemsize].view(FILE_HEADER)[0]["magic"] != MAGIC:
         raise ArenaError(f"{path} is no arena")
     return owner_of(head)
+
+
+def _new_locked_file(path: Path) -> tuple[Path, int]:
+    """An empty file beside `path`, and its descriptor.
+
+    A sweep that finds it between its making and its locking takes it for abandoned; then another is made.
+    """
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(temporary, descriptor)
+        except ArenaLocked:
+            os.close(descriptor)
+            continue
+        if os.fstat(descriptor).st_nlink:
+            return temporary, descriptor
+        os.close(descriptor)
 
 
 def _check_room(path: Path, geometry: ArenaGeometry) -> None:

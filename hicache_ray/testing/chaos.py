@@ -172,6 +172,9 @@ class _Run:
             self.watch.take_firings()
             self._wait(lambda: not self.watch.unhealed())
             unended = self._drain()
+        except BaseException:
+            self._abandon()
+            raise
         finally:
             self.watch.stop()
             self.faults.remove()
@@ -213,6 +216,11 @@ class _Run:
             client.drain()
         self._wait(lambda: not any(client.is_alive() for client in self.clients))
         return sum(client.unended for client in self.clients if client.is_alive())
+
+    def _abandon(self) -> None:
+        """Nobody may step a group while its service is stopped."""
+        for client in self.clients:
+            client.leave(self.service.config.step_timeout)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DRAIN_SECONDS

@@ -131,6 +131,7 @@ class ChaosClient(threading.Thread):
         self._ready: list[str] = []
         self._running: list[str] = []
         self._stop_taking = threading.Event()
+        self._gone = threading.Event()
 
     @property
     def unended(self) -> int:
@@ -141,11 +142,16 @@ class ChaosClient(threading.Thread):
         """Take no more requests; the thread ends with those it has."""
         self._stop_taking.set()
 
+    def leave(self, seconds: float) -> None:
+        """End with the step under way, whatever is in flight, for at most so many seconds."""
+        self._gone.set()
+        if self.ident is not None:
+            self.join(seconds)
+
     def run(self) -> None:
         """The thread."""
-        pause = threading.Event()
-        while not self._stop_taking.is_set() or self.unended:
-            pause.wait(0 if self._advance() else IDLE_SECONDS)
+        while not self._gone.is_set() and (self.unended or not self._stop_taking.is_set()):
+            self._gone.wait(0 if self._advance() else IDLE_SECONDS)
 
     def _advance(self) -> bool:
         """One step; whether anything moved."""

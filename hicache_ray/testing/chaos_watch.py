@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -141,4 +142,4 @@ def _judge(record: FaultRecord, process: Process | None, began: float, now: floa
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which that share of the values lies (nearest rank); 0 without values."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0

@@ -34,6 +34,8 @@ from hicache_ray.testing.fault_target import ANY, FaultPlanError, Identity, Targ
 
 MOMENTS = ("step", "call", "time")
 _LEAST = {"step": 1, "call": 1, "time": 0, "every": 0, "times": 0, "seconds": 0, "probability": 0}
+SHORTEST = 0.01
+"""Least seconds between two times that a fault happens."""
 _WHOLE = ("step", "call", "times")
 
 
@@ -129,6 +131,11 @@ class Fault:
         return {**given, "who": str(self.who)}
 
     def _check_numbers(self) -> None:
+        for name in ("point", "peer"):
+            if not isinstance(getattr(self, name), str):
+                raise FaultPlanError(f"{self.kind}: {name} is {getattr(self, name)!r}; give a name or a pattern")
+        if self.time is not None and 0 < (self.every or 0) < SHORTEST:
+            raise FaultPlanError(f"{self.kind}: every is {self.every}; give at least {SHORTEST} s")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             whole = name in _WHOLE

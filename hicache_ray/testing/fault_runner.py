@@ -6,6 +6,7 @@ import threading
 import time
 
 from hicache_ray.testing.fault_target import Identity
+from hicache_ray.testing.faults import Firing
 from hicache_ray.testing.hooks import Process, ServiceFaults
 
 PERIOD = 0.25
@@ -39,5 +40,7 @@ class FaultRunner:
             self._processes.update(self.faults.install(1.0))
             while self._actions and time.time() >= self.faults.started + self._actions[0].at:
                 action = self._actions.pop(0)
-                if action.who in self._processes:
-                    self.faults.carry_out(action, self._processes[action.who])
+                process = self._processes.get(action.who)
+                at = time.time()
+                if process is not None and self.faults.carry_out(action, process):
+                    self.faults.note(Firing(action.fault, str(action.who), action.kind, "", at, process.pid))

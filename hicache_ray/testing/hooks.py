@@ -94,7 +94,7 @@ class ServiceFaults:
         _internal_kv_del(self._id.encode(), del_by_prefix=True, namespace=KV_NAMESPACE)
 
     def firings(self) -> list[Firing]:
-        """What has happened at the actors' points so far, in order of time."""
+        """What has happened so far at the actors' points, and what was noted, in order of time."""
         found = []
         for key in _internal_kv_list(f"{self._id}/".encode(), namespace=KV_NAMESPACE):
             value = _internal_kv_get(key, namespace=KV_NAMESPACE)
@@ -110,6 +110,10 @@ class ServiceFaults:
         """
         number = signal.SIGKILL if action.kind == KILL else signal.SIGSTOP
         return signal_process(process, number, resume_after=action.seconds)
+
+    def note(self, firing: Firing) -> None:
+        """Adds to `firings` what was done from outside."""
+        _write(self._id, firing)
 
     def call(self, one: Identity, function: Any, *arguments: Any) -> Any:
         """Begins `function(actor's instance, *arguments)` in an actor beside its work; None where there is no actor."""
@@ -220,5 +224,9 @@ class _Noted(PlanInjector):
         self.plan_id = plan_id
 
     def _write(self, firing: Firing) -> None:
-        key = f"{self.plan_id}/{firing.fault}/{firing.who}/{firing.at:.6f}"
-        _internal_kv_put(key.encode(), msgpack.packb(list(firing)), namespace=KV_NAMESPACE)
+        _write(self.plan_id, firing)
+
+
+def _write(plan_id: str, firing: Firing) -> None:
+    key = f"{plan_id}/{firing.fault}/{firing.who}/{firing.at:.6f}"
+    _internal_kv_put(key.encode(), msgpack.packb(list(firing)), namespace=KV_NAMESPACE)

@@ -42,14 +42,25 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the plan to work also in a test that asks for the service and for nothing in it."""
+    for item in items:
+        names = getattr(item, "fixturenames", [])
+        if item.get_closest_marker(MARKER) and "hicache_service" in names and "hicache_faults" not in names:
+            names.append("hicache_faults")
+
+
 @pytest.fixture
 def fault_plan(request: pytest.FixtureRequest) -> FaultPlan:
     """The plan that the test's markers make; empty without any."""
     from hicache_ray.testing.fault_plan import FaultPlan
+    from hicache_ray.testing.fault_target import FaultPlanError
 
     faults: list[Any] = []
     seed = 0
     for marker in reversed(list(request.node.iter_markers(MARKER))):
+        if unknown := set(marker.kwargs) - {"seed", "file"}:
+            raise FaultPlanError(f"{MARKER} has {', '.join(sorted(unknown))}; it takes faults, seed and file")
         if file := marker.kwargs.get("file"):
             loaded = FaultPlan.load(request.path.parent / file)
             faults += [fault.as_mapping() for fault in loaded.faults]

@@ -6,6 +6,7 @@ The group has to run `hicache_ray.replay.synthetic:SyntheticEngine`, whose KV is
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from hicache_ray.replay.driver import SteppedGroup, StepResult
 
 DEADLINE_SECONDS = 60.0
 _numbers = itertools.count()
+_process = secrets.token_hex(4)
+"""Tells drivers apart: they may step one group, and be on different nodes."""
 
 
 class WrongBytes(AssertionError):
@@ -71,7 +74,7 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = DEADLINE
 
 
 def _ask(group: SteppedGroup, prompt: np.ndarray, answer: np.ndarray, seconds: float) -> Scheduled:
-    rid = f"ask-{next(_numbers)}"
+    rid = f"ask-{_process}-{next(_numbers)}"
     group.step(admits=[Admit(rid, token_bytes(prompt), max_new_tokens=max(0, len(answer) - 1))])
     wait_for(lambda: group.step(polls=[rid]).polled[0].ready, f"the prefetch of {rid}", seconds)
     rows: list[Scheduled] = []
