@@ -140,7 +140,13 @@ def lose_driver(address: str, group: TPGroup) -> dict[str, Any]:
     driver.wait()
     healed = time_until(lambda: bool(group.step()), "a step")
     settle(group)
-    return _row("driver killed, detached service", "those of that driver are gone", None, healed, hits(group))
+    return _row(
+        "driver killed, detached service",
+        "those of that driver have no reader any more: `hicache-ray ctl abort` gives their room back",
+        None,
+        healed,
+        hits(group),
+    )
 
 
 def _node(cluster: Cluster, node_id: str) -> Any:

@@ -61,6 +61,8 @@ def status(settings: dict[str, Any], group: str | None) -> None:
     if settings["as_json"]:
         click.echo(json.dumps({"service": settings["name"], "groups": rows}, indent=2))
         return
+    if not rows:
+        click.echo(f"service {settings['name']} has no group yet")
     for name, ranks in rows.items():
         click.echo("\n".join(status_lines(name, ranks)))
 

@@ -14,7 +14,7 @@ KINDS = {
     HANG: "with seconds: the thread waits that long; without: the process stops (SIGSTOP) until somebody ends it",
     SLOW: "what happens there begins so many seconds later",
     DROP: "what happens there fails: a call is not made, an answer is lost, a copy raises",
-    CORRUPT: "one byte of a page is flipped: in an arena, in a file, or on its way",
+    CORRUPT: "one bit of a page is flipped: in an arena, in a file, or on its way",
     SHORT_READ: "a read brings all of its pages but the last",
     STALE_EXISTS: "a lookup says yes for every page",
     PARTITION: "for so many seconds no call gets through to the peer",

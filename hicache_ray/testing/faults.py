@@ -208,7 +208,7 @@ class _Armed:
 
 
 def _flip(view: Any, rng: random.Random) -> None:
-    """Flips one bit pattern in one byte of a page, whatever its shape."""
+    """Flips one bit of a page, whatever its shape."""
     at = tuple(rng.randrange(length) for length in view.shape)
     view[at] ^= 1 << rng.randrange(8)
 
