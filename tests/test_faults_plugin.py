@@ -35,7 +35,9 @@ PLANS = """
 
 def run(pytester: pytest.Pytester, source: str, **outcomes: int) -> None:
     pytester.makepyfile(source)
-    result = pytester.runpytest_subprocess("--strict-markers", "-q", "-p", "no:cacheprovider", timeout=240)
+    result = pytester.runpytest_subprocess(
+        "-p", PLUGIN, "--strict-markers", "-q", "-p", "no:cacheprovider", timeout=240
+    )
     result.assert_outcomes(**outcomes)
 
 
@@ -54,9 +56,16 @@ def test_a_bad_plan_is_an_error_of_the_test(pytester: pytest.Pytester) -> None:
             pass
         """
     )
-    result = pytester.runpytest_subprocess("-q", timeout=120)
+    result = pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=120)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*FaultPlanError: fault 0: kind is 'explode'*"])
+
+
+def test_the_plugin_is_loaded_by_a_conftest_as_the_page_says(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(f"pytest_plugins = [{PLUGIN!r}]")
+    pytester.makefile(".yaml", plan="seed: 8\nfaults:\n  - {kind: corrupt, who: storage 0}\n")
+    pytester.makepyfile(PLANS)
+    pytester.runpytest_subprocess("--strict-markers", "-q", timeout=240).assert_outcomes(passed=4)
 
 
 def test_a_misspelt_option_of_the_marker_is_an_error_of_the_test(pytester: pytest.Pytester) -> None:
@@ -69,14 +78,9 @@ def test_a_misspelt_option_of_the_marker_is_an_error_of_the_test(pytester: pytes
             pass
         """
     )
-    result = pytester.runpytest_subprocess("-q", timeout=120)
+    result = pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=120)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*FaultPlanError: hicache_faults has sed; it takes faults, seed and file"])
-
-
-def test_who_loads_the_plugin_by_hand_too_has_it_once(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_one(): pass")
-    pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=120).assert_outcomes(passed=1)
 
 
 @pytest.mark.ray
