@@ -159,7 +159,7 @@ class _Run:
             for name, group in groups.items()
         ]
         for name, group in groups.items():
-            _tell_when_noticed(group, lambda name=name: self.watch.noticed(name))  # type: ignore[misc]
+            tell_when_noticed(group, lambda name=name: self.watch.noticed(name))  # type: ignore[misc]
 
     def run(self) -> ChaosReport:
         began = self.faults.started = time.time()
@@ -228,7 +228,8 @@ class _Run:
             self._end.wait(0.05)
 
 
-def _tell_when_noticed(group: TPGroup, noticed: Callable[[], None]) -> None:
+def tell_when_noticed(group: TPGroup, noticed: Callable[[], None]) -> None:
+    """Calls `noticed` each time a step of the group finds it broken, before it is rebuilt."""
     heal = group.healer
     assert heal is not None, "a group under faults needs a healer"
 
