@@ -83,6 +83,17 @@ def test_calls_nobody_waits_for(server: SocketServer, service: Service) -> None:
     assert service.ended == [(7,), (2**63,)]
 
 
+def test_a_closed_server_answers_nobody_any_more(server: SocketServer) -> None:
+    """A pool that is stopped must not store another page over a connection that is still open."""
+    channel = SocketChannel(server.address, 5.0)
+    assert channel.call("reserve", b"ab").result(5.0) == b"ba"
+    server.close()
+    with pytest.raises(ChannelLost):
+        channel.call("reserve", b"ab").result(5.0)
+    with pytest.raises(ChannelLost):
+        SocketChannel(server.address, 5.0)
+
+
 def test_several_calls_at_once(server: SocketServer, service: Service) -> None:
     channel = SocketChannel(server.address, 5.0)
     waiting = channel.call("exists", b"first")

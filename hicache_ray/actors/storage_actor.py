@@ -233,6 +233,7 @@ class StorageActor:
     def shut_down(self) -> None:
         """Delete the arena: its pages are gone when the last process lets go of it. The actor is to be killed next."""
         self._rebalancer.stop()
+        self._near.close()  # the process outlives its kill by a moment, in which it must store nothing more
         self._arena.remove()
 
     def _connect(self, member: str) -> Member:

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from hicache_ray.storage.socket_frames import (
@@ -42,15 +43,19 @@ class SocketServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.address}")
         self._listener.listen(128)
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._closed = False
         threading.Thread(target=self._accept, name="l3-near", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more connections. Idempotent."""
-        # shutdown wakes the thread that waits in accept, close alone does not.
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            logger.debug("the near channel was closed before")
+        """Answer nobody any more: clients find their connections lost. Idempotent."""
+        with self._lock:
+            self._closed = True
+            # shutdown wakes the threads that wait in accept and recv, close alone does not.
+            for end in (self._listener, *self._connections):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -68,6 +73,10 @@ class SocketServer:
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
+            with self._lock:
+                if self._closed:
+                    return
+                self._connections.add(connection)
             try:
                 self._answer_all(connection)
             except (EOFError, ConnectionError):
@@ -75,6 +84,9 @@ class SocketServer:
             except Exception:
                 # The client takes the closed connection for a dead actor, and asks over Ray next.
                 logger.exception("a client of the near channel is cut off")
+            finally:
+                with self._lock:
+                    self._connections.discard(connection)
 
     def _answer_all(self, connection: socket.socket) -> None:
         reader = FrameReader(connection)
