@@ -72,7 +72,7 @@ def ray_store(folder: Path) -> Iterator[list[Store]]:
 @contextlib.contextmanager
 def mooncake_stores(folder: Path) -> Iterator[list[Store]]:
     """A store whose memory is another process's, and one whose memory is ours."""
-    from hicache_ray.testing.mooncake_cluster import MooncakeCluster, unavailable
+    from tests.mooncake_cluster import MooncakeCluster, unavailable
 
     if unavailable():
         print(f"mooncake is left out: {unavailable()}", file=sys.stderr)

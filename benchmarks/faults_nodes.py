@@ -34,10 +34,10 @@ from ray.cluster_utils import Cluster  # noqa: E402
 import hicache_ray  # noqa: E402
 from hicache_ray.actors.errors import GroupError  # noqa: E402
 from hicache_ray.actors.group import GroupOptions, TPGroup  # noqa: E402
-from hicache_ray.config import HiCacheConfig  # noqa: E402
+from hicache_ray.config.config import HiCacheConfig  # noqa: E402
+from hicache_ray.faults.chaos import tell_when_noticed  # noqa: E402
 from hicache_ray.replay.run import ENGINE  # noqa: E402
 from hicache_ray.service import Service  # noqa: E402
-from hicache_ray.testing.chaos import tell_when_noticed  # noqa: E402
 from hicache_ray.testing.serving import ask, settle, wait_for  # noqa: E402
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -64,7 +64,7 @@ CONFIG = HiCacheConfig(
 )
 DRIVER = """
 import sys, numpy as np, hicache_ray
-from hicache_ray.testing.chaos import tell_when_noticed  # noqa: E402
+from hicache_ray.faults.chaos import tell_when_noticed  # noqa: E402
 from hicache_ray.testing.serving import ask
 group = hicache_ray.connect("nodes", address=sys.argv[1]).group("a")
 while True:

@@ -89,8 +89,7 @@ def main() -> int:
     """Runs the soak; the exit code."""
     options = _options()
     from hicache_ray.replay.driver import DriveSettings
-    from hicache_ray.replay.groups import ray_groups
-    from hicache_ray.replay.run import replay
+    from hicache_ray.replay.run import ray_groups, replay
     from hicache_ray.replay.settings import ReplaySettings, replay_config
     from hicache_ray.replay.workload import load_workload
 
@@ -171,7 +170,7 @@ def _print(document: dict[str, Any]) -> None:
 
 def _processes(groups: Sequence[Any]) -> tuple[dict[str, int], list[Path]]:
     """Process ids of ranks, storage actors and this driver; the arenas' files."""
-    from hicache_ray.actors.names import RAY_NAMESPACE
+    from hicache_ray.actors.directory import RAY_NAMESPACE
     from hicache_ray.actors.storage_pool import StoragePool
 
     processes = {"driver": os.getpid()}

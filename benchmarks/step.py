@@ -26,8 +26,8 @@ import numpy as np  # noqa: E402
 import ray  # noqa: E402
 
 from hicache_ray.actors.group import TPGroup  # noqa: E402
-from hicache_ray.config import HiCacheConfig  # noqa: E402
-from hicache_ray.protocol import Admit, Finish  # noqa: E402
+from hicache_ray.config.config import HiCacheConfig  # noqa: E402
+from hicache_ray.rank.step import Admit, Finish  # noqa: E402
 from hicache_ray.service import start  # noqa: E402
 
 PROMPT_TOKENS = 512

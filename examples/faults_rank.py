@@ -11,13 +11,12 @@ import numpy as np
 
 import hicache_ray
 from hicache_ray.actors.errors import GroupRestarted
-from hicache_ray.config import HiCacheConfig
-from hicache_ray.testing.fault_plan import FaultPlan
-from hicache_ray.testing.fault_runner import FaultRunner
-from hicache_ray.testing.hooks import ServiceFaults
+from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.faults.plan import FaultPlan
+from hicache_ray.faults.service import FaultRunner, ServiceFaults
 from hicache_ray.testing.serving import ask, settle
 
-ENGINE = "hicache_ray.replay.synthetic:SyntheticEngine"  # verifies the bytes of every cached page it uses
+ENGINE = "hicache_ray.replay.engine:SyntheticEngine"  # verifies the bytes of every cached page it uses
 CONFIG = HiCacheConfig(
     model_name="example",
     layers=2,

@@ -14,9 +14,8 @@ import numpy as np
 from faults_rank import CONFIG, ENGINE
 
 import hicache_ray
-from hicache_ray.testing.fault_plan import FaultPlan
-from hicache_ray.testing.fault_runner import FaultRunner
-from hicache_ray.testing.hooks import ServiceFaults
+from hicache_ray.faults.plan import FaultPlan
+from hicache_ray.faults.service import FaultRunner, ServiceFaults
 from hicache_ray.testing.serving import ask, settle
 
 PLAN = """

@@ -3,7 +3,7 @@
 import numpy as np
 
 import hicache_ray
-from hicache_ray.protocol import Admit, Finish
+from hicache_ray.rank.step import Admit, Finish
 
 options = {"tp_size": 2, "page_size": 16, "layers": 4, "heads": 4, "head_dim": 32, "l1_tokens": 4096}
 config = hicache_ray.HiCacheConfig(hicache_storage_backend="ray", host_memory_reserve=1.0, **options)

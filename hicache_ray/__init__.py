@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hicache_ray.build import build_cache
-    from hicache_ray.cache import HiRadixCache
-    from hicache_ray.config import ConfigError, HiCacheConfig
+    from hicache_ray.config.config import ConfigError, HiCacheConfig
     from hicache_ray.hashing import Namespace, page_hashes
     from hicache_ray.index import TieredIndex
     from hicache_ray.pools.device import DevicePool
     from hicache_ray.pools.host import HostPool
     from hicache_ray.pools.spec import KVSpec
+    from hicache_ray.rank.build import build_cache
+    from hicache_ray.rank.cache import HiRadixCache
     from hicache_ray.service import Service, connect, start
 
 _HOME = {
-    "ConfigError": "config",
+    "ConfigError": "config.options",
     "DevicePool": "pools.device",
-    "HiCacheConfig": "config",
-    "HiRadixCache": "cache",
+    "HiCacheConfig": "config.config",
+    "HiRadixCache": "rank.cache",
     "HostPool": "pools.host",
     "KVSpec": "pools.spec",
     "Namespace": "hashing",
     "Service": "service",
     "TieredIndex": "index",
-    "build_cache": "build",
+    "build_cache": "rank.build",
     "connect": "service",
     "page_hashes": "hashing",
     "start": "service",

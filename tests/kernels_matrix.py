@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hicache_ray.kernels import kernel, reference
+from hicache_ray.kernels import kernel
 from hicache_ray.kernels.dispatch import TABLE, Cell, TableTransfer
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
+from tests import kernels_reference as reference
 
 PAGE_SIZES = (1, 2, 3, 16)
 HEADS = (1, 3)

@@ -7,11 +7,11 @@ from typing import Any
 
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import HiCacheStorage, StorageConfig
-from hicache_ray.storage.mooncake import MooncakeStorage
+from hicache_ray.storage.mooncake.storage import MooncakeStorage
 from hicache_ray.storage.registry import create_backend
-from hicache_ray.testing.mooncake_cluster import MooncakeCluster, unavailable
-from hicache_ray.testing.storage_subject import Damage, StorageSubject, Unsupported
+from hicache_ray.testing.subject import Damage, StorageSubject, Unsupported
 from hicache_ray.testing.suite_base import BIG, eventually, identity_of, page_names
+from tests.mooncake_cluster import MooncakeCluster, unavailable
 
 SMALLEST_SEGMENT = 16 << 20
 """The least memory that the library lends."""

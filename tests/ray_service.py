@@ -12,12 +12,11 @@ import numpy as np
 
 from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.answers import GroupAnswer
-from hicache_ray.config import HiCacheConfig
-from hicache_ray.protocol import Admit, Finish, Scheduled
+from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.rank.step import Admit, Finish, GroupAnswer, Scheduled
 from hicache_ray.service import RayStart, Service, start
 
-ENGINE = "hicache_ray.replay.synthetic:SyntheticEngine"
+ENGINE = "hicache_ray.replay.engine:SyntheticEngine"
 DEADLINE = 60.0
 
 

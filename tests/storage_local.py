@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.arena_layout import ArenaGeometry
 from hicache_ray.storage.base import StorageCounters
-from hicache_ray.storage.breaker import Breaker
-from hicache_ray.storage.channel import ChannelError, ChannelLost, ChannelTimeout, Deadline
-from hicache_ray.storage.member import Member
-from hicache_ray.storage.membership import Membership
-from hicache_ray.storage.pool_client import PoolClient
-from hicache_ray.storage.rebalance import Rebalancer
-from hicache_ray.storage.service import ShardService
-from hicache_ray.storage.shard import Shard
+from hicache_ray.storage.guard import Breaker
+from hicache_ray.storage.pool.channel import ChannelError, ChannelLost, ChannelTimeout, Deadline
+from hicache_ray.storage.pool.client import PoolClient
+from hicache_ray.storage.pool.member import Member
+from hicache_ray.storage.pool.membership import Membership
+from hicache_ray.storage.shard.arena import Arena
+from hicache_ray.storage.shard.layout import ArenaGeometry
+from hicache_ray.storage.shard.rebalance import Rebalancer
+from hicache_ray.storage.shard.service import ShardService
+from hicache_ray.storage.shard.shard import Shard
 
 PAGE = 4096
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import StorageConfig
-from hicache_ray.storage.ray_pool import RayPoolStorage
+from hicache_ray.storage.pool.storage import RayPoolStorage
 
 PAGE_SIZE = 4
 PAGE_BYTES = 8192

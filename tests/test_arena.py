@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ray.storage import arena as arena_module
-from hicache_ray.storage.arena import Arena, ArenaMapping, read_owner, remove_if_unlocked
-from hicache_ray.storage.arena_files import sweep
-from hicache_ray.storage.arena_layout import (
+from hicache_ray.storage.shard import arena as arena_module
+from hicache_ray.storage.shard.arena import Arena, ArenaMapping, read_owner, remove_if_unlocked, sweep
+from hicache_ray.storage.shard.layout import (
     EMPTY,
     FILE_HEADER_BYTES,
     VALID,
@@ -178,8 +177,8 @@ def test_owner_killed_while_writing(path: Path) -> None:
     code = f"""
         import numpy as np, sys
         from pathlib import Path
-        from hicache_ray.storage.arena import Arena
-        from hicache_ray.storage.arena_layout import ArenaGeometry
+        from hicache_ray.storage.shard.arena import Arena
+        from hicache_ray.storage.shard.layout import ArenaGeometry
         arena = Arena.create(Path({str(path)!r}), ArenaGeometry{tuple(GEOMETRY)})
         slots = np.array(arena.divide_segment(0, {PAGE})[:2])
         arena.mark_writing(slots, arena.next_generation(2), {PAGE})

@@ -15,10 +15,10 @@ from examples.custom_backend import SqliteStorage
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import HiCacheStorage, StorageConfig
 from hicache_ray.storage.registry import BackendError, create_backend
-from hicache_ray.storage.sglang_class import SGLangClassStorage
+from hicache_ray.storage.sglang.storage import SGLangClassStorage
 from hicache_ray.testing.host_pages import NumpyHostPages
-from hicache_ray.testing.storage_subject import Damage, StorageSubject
-from hicache_ray.testing.storage_suite import storage_suite
+from hicache_ray.testing.subject import Damage, StorageSubject
+from hicache_ray.testing.suite import storage_suite
 from hicache_ray.testing.suite_base import SHAPES, identity_of, page_names
 from tests.sglang_store import STORES
 
@@ -88,7 +88,7 @@ def test_a_backend_outside_the_repository_joins_with_one_line(tmp_path: Path) ->
     """Its own module, its own test file, its own pytest run; the table names it and what was skipped."""
     (tmp_path / "elsewhere.py").write_text((REPOSITORY / "examples" / "custom_backend.py").read_text())
     (tmp_path / "test_elsewhere.py").write_text(
-        "from hicache_ray.testing.storage_suite import storage_suite\n"
+        "from hicache_ray.testing.suite import storage_suite\n"
         "TestElsewhere = storage_suite('elsewhere:SqliteStorage', {'database': '{folder}/pages.db'})\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "layout or missing or killed"]

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage import file_format, file_space
 from hicache_ray.storage.base import HiCacheStorage
-from hicache_ray.storage.file import FileStorage
-from hicache_ray.storage.file_format import HEADER
+from hicache_ray.storage.file import format as file_format
+from hicache_ray.storage.file import space as file_space
+from hicache_ray.storage.file.format import HEADER
+from hicache_ray.storage.file.storage import FileStorage
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
-from hicache_ray.testing.storage_subject import Damage, StorageSubject, Unsupported
-from hicache_ray.testing.storage_suite import storage_suite
+from hicache_ray.testing.subject import Damage, StorageSubject, Unsupported
+from hicache_ray.testing.suite import storage_suite
 from hicache_ray.testing.suite_base import eventually, identity_of, page_names
 
 SHAPE = PageShape("mha", "page_first", page_size=4, layers=2, token_bytes=64)

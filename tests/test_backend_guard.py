@@ -11,8 +11,8 @@ import pytest
 
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import HiCacheStorage, Slots, StorageConfig, StorageExtra
+from hicache_ray.storage.file.task_pool import TaskPool
 from hicache_ray.storage.guard import MAX_GIVEN_UP, GuardedStorage
-from hicache_ray.storage.task_pool import TaskPool
 from hicache_ray.testing.host_pages import NumpyHostPages
 from hicache_ray.testing.suite_base import eventually, page_names
 

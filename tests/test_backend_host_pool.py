@@ -12,8 +12,7 @@ from hicache_ray.hashing import ModelIdentity
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.slots import slots_of
 from hicache_ray.pools.spec import KVSpec
-from hicache_ray.storage.base import HostPages
-from hicache_ray.storage.host_memory import memory_span, page_rows
+from hicache_ray.storage.base import HostPages, memory_span, page_rows
 from hicache_ray.testing.host_pages import LAYOUTS
 from hicache_ray.testing.suite_base import page_names
 from tests.test_backend_dynamic import SGLangSubject, SqliteSubject

@@ -12,14 +12,13 @@ import pytest
 
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.guard import GuardedStorage
-from hicache_ray.storage.mooncake import MooncakeStorage
-from hicache_ray.storage.registry import BackendError
-from hicache_ray.storage.url import parse_storage_url
+from hicache_ray.storage.mooncake.storage import MooncakeStorage
+from hicache_ray.storage.registry import BackendError, parse_storage_url
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
-from hicache_ray.testing.mooncake_cluster import unavailable
-from hicache_ray.testing.storage_subject import StorageSubject
-from hicache_ray.testing.storage_suite import storage_suite
+from hicache_ray.testing.subject import StorageSubject
+from hicache_ray.testing.suite import storage_suite
 from hicache_ray.testing.suite_base import BIG, eventually, identity_of, page_names
+from tests.mooncake_cluster import unavailable
 from tests.mooncake_subject import MooncakeSubject
 
 TestMooncake = storage_suite(MooncakeSubject())

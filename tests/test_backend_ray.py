@@ -14,12 +14,12 @@ import pytest
 
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.arena import ArenaMapping
-from hicache_ray.storage.arena_layout import VALID
 from hicache_ray.storage.base import HiCacheStorage, StorageConfig
-from hicache_ray.storage.ray_pool import RayPoolStorage
-from hicache_ray.testing.storage_subject import Damage, StorageSubject, Unsupported
-from hicache_ray.testing.storage_suite import storage_suite
+from hicache_ray.storage.pool.storage import RayPoolStorage
+from hicache_ray.storage.shard.arena import ArenaMapping
+from hicache_ray.storage.shard.layout import VALID
+from hicache_ray.testing.subject import Damage, StorageSubject, Unsupported
+from hicache_ray.testing.suite import storage_suite
 from hicache_ray.testing.suite_base import page_names
 from tests.storage_ray import small_cluster
 

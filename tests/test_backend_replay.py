@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from hicache_ray.config import HiCacheConfig
+from hicache_ray.actors.local_group import LocalGroup
+from hicache_ray.config.config import HiCacheConfig
 from hicache_ray.replay.driver import DriveSettings, Measured, drive, settle
 from hicache_ray.replay.run import ENGINE
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import Workload, load_workload
-from hicache_ray.testing.local_group import LocalGroup
-from hicache_ray.testing.mooncake_cluster import MooncakeCluster, unavailable
-from hicache_ray.testing.storage_subject import StorageSubject, Unsupported
+from hicache_ray.testing.subject import StorageSubject, Unsupported
+from tests.mooncake_cluster import MooncakeCluster, unavailable
 from tests.mooncake_subject import MooncakeSubject
 from tests.test_backend_dynamic import SqliteSubject
 from tests.test_backend_file import FileSubject

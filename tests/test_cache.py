@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import Namespace
-from hicache_ray.protocol import NEXT_STEP, Admit, Chunk, Finish, Peek, ProtocolError, StepRequest
-from hicache_ray.requests import RequestError
+from hicache_ray.rank.request import RequestError
+from hicache_ray.rank.step import NEXT_STEP, Admit, Chunk, Finish, Peek, ProtocolError, StepRequest
 from tests.whole_cache import Lockstep, Shape, admit, tokens_of
 
 

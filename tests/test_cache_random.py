@@ -11,10 +11,10 @@ from collections import Counter
 
 import pytest
 
-from hicache_ray.config_names import PREFETCH_POLICIES, WRITE_POLICIES
-from hicache_ray.control import DONE, DRAINING, REFUSED
+from hicache_ray.config.options import PREFETCH_POLICIES, WRITE_POLICIES
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
-from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek
+from hicache_ray.rank.control import DONE, DRAINING, REFUSED
+from hicache_ray.rank.step import Admit, Chunk, Control, Finish, Peek
 from tests.whole_cache import Lockstep, Shape, admit, tokens_of
 
 SEQUENCES = int(os.environ.get("HICACHE_RANDOM_SEQUENCES", "2000"))

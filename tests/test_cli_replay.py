@@ -97,7 +97,7 @@ def test_a_sweep_of_groups_in_this_process(capsys: pytest.CaptureFixture[str]) -
 def test_a_wrong_page_ends_with_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from hicache_ray.testing.memory_storage import MemoryStorage
+    from hicache_ray.storage.memory import MemoryStorage
 
     get = MemoryStorage.get
 

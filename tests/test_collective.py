@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.actors.collective import FRAME, ReductionGroup, forget_group, group_name
-from hicache_ray.actors.gloo_group import Deadline
-from hicache_ray.actors.kv_store import list_keys
+from hicache_ray.actors.gloo import Deadline, list_keys
 from tests.collective_ray import Pool, enter, failure, get, join, reduce, wait_for
 from tests.storage_ray import small_cluster
 
@@ -201,7 +200,7 @@ def use_ray_api(rank: int) -> list:
     """Every operation of ray.util.collective over the backend, as any user of Ray would call it."""
     from ray.util import collective
 
-    from hicache_ray.actors.gloo_group import BACKEND, register
+    from hicache_ray.actors.gloo import BACKEND, register
 
     register()
     register()

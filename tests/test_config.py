@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from hicache_ray.config import (
+from hicache_ray.config.config import (
     ConfigError,
     HiCacheConfig,
     effective_prefetch_threshold,
     prefetch_timeout,
     prefetch_timeout_per_page,
 )
-from hicache_ray.config_options import types_of
+from hicache_ray.config.options import types_of
 
 
 def test_defaults_are_sglangs():
@@ -201,7 +201,7 @@ def test_identity_of_mla_has_the_latent_width_and_is_equal_on_all_ranks():
 
 
 def test_config_imports_neither_torch_nor_ray():
-    code = "import sys, hicache_ray.config; sys.exit(bool({'torch', 'ray'} & sys.modules.keys()))"
+    code = "import sys, hicache_ray.config.config; sys.exit(bool({'torch', 'ray'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

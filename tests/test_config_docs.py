@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from hicache_ray.config import HiCacheConfig
-from hicache_ray.config_names import EVICTION_POLICIES, STORAGE_BACKENDS
-from hicache_ray.config_options import options_of, types_of
+from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config.options import EVICTION_POLICIES, STORAGE_BACKENDS, options_of, types_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 OPTIONS = options_of(HiCacheConfig)

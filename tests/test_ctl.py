@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import ray
 
+from hicache_ray.actors.directory import group_name
 from hicache_ray.actors.errors import GroupError, StepCollision
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.actors.names import group_name
 from hicache_ray.cli import run
-from hicache_ray.control import ControlRefused
-from hicache_ray.protocol import NEXT_STEP, Admit, StepRequest
+from hicache_ray.rank.control import ControlRefused
+from hicache_ray.rank.step import NEXT_STEP, Admit, StepRequest
 from hicache_ray.service import Service
 from tests.ray_service import ENGINE, prompts, serve, serve_until_restarted, service, settle, until
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ray.actors.runtime_control import RuntimeControl
+from hicache_ray.actors.control import RuntimeControl
 from hicache_ray.commands.ctl import command
-from hicache_ray.config import HiCacheConfig
-from hicache_ray.config_options import options_of
-from hicache_ray.control import POLICIES
+from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config.options import options_of
+from hicache_ray.rank.control import POLICIES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 EVENTS, CONTROL = ((DOCS / name).read_text() for name in ("events.md", "runtime-control.md"))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ray.storage import mooncake_options
-from hicache_ray.storage.file import FileOptions
-from hicache_ray.storage.pool_options import RayPoolOptions
+from hicache_ray.storage.file.storage import FileOptions
+from hicache_ray.storage.mooncake import options as mooncake_options
+from hicache_ray.storage.pool.options import RayPoolOptions
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "storage.md").read_text()
 

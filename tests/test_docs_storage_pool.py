@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hicache_ray.actors.storage_pool import StoragePoolConfig
-from hicache_ray.storage.arena_layout import MIN_SLOT_BYTES, SLOT_ALIGNMENT, SLOT_HEADER, ArenaGeometry
-from hicache_ray.storage.membership import MOST_CHANGES
-from hicache_ray.storage.rebalance_plan import RebalanceOptions
+from hicache_ray.storage.pool.membership import MOST_CHANGES
+from hicache_ray.storage.shard.layout import MIN_SLOT_BYTES, SLOT_ALIGNMENT, SLOT_HEADER, ArenaGeometry
+from hicache_ray.storage.shard.rebalance_plan import RebalanceOptions
 from tests.storage_ray import small_cluster
 
 pytestmark = [pytest.mark.ray]

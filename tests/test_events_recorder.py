@@ -20,13 +20,13 @@ from hicache_ray.events import (
     ReplayError,
     replay,
 )
+from hicache_ray.events.log import Block
 from hicache_ray.events.recorder import _unwritten
-from hicache_ray.events.replay import Block
-from hicache_ray.events.types import MEDIA, Event
+from hicache_ray.events.wire import MEDIA, Event
 from hicache_ray.hashing import Namespace, event_id, page_hashes
 from hicache_ray.index import TieredIndex
 from hicache_ray.index.catalog import catalog_of, host_pages_by_hash, restored
-from hicache_ray.inspection import audit_of
+from hicache_ray.rank.audit import audit_of
 from tests.index_kit import Kit
 from tests.test_cache_random import STEPS, Driver
 

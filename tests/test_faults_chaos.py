@@ -15,13 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from hicache_ray.commands.chaos import command, figures, parse_kinds, timeline
+from hicache_ray.faults.chaos import ChaosSettings, run_chaos
+from hicache_ray.faults.client import ChatSource, Outcomes
+from hicache_ray.faults.plan import FaultPlan, Identity
+from hicache_ray.faults.report import Audit, ChaosReport
+from hicache_ray.faults.watch import ChaosWatch, FaultRecord, percentile
 from hicache_ray.replay.chat import ChatSpec
-from hicache_ray.testing.chaos import ChaosSettings, run_chaos
-from hicache_ray.testing.chaos_client import ChatSource, Outcomes
-from hicache_ray.testing.chaos_report import Audit, ChaosReport
-from hicache_ray.testing.chaos_watch import ChaosWatch, FaultRecord, percentile
-from hicache_ray.testing.fault_plan import FaultPlan
-from hicache_ray.testing.fault_target import Identity
 from tests.conftest import REPOSITORY
 from tests.storage_ray import small_cluster
 

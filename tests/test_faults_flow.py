@@ -8,18 +8,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hicache_ray.copies import CopyError, ThreadLane
+from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.events import EventIndex, EventRecorder
+from hicache_ray.faults.injector import injected
+from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.pools.allocator import PageAllocator
-from hicache_ray.protocol import Control, Finish
-from hicache_ray.requests import RequestError
-from hicache_ray.storage_io import StorageIO
-from hicache_ray.testing.fault_plan import FaultPlan
-from hicache_ray.testing.faults import injected
-from hicache_ray.testing.local_group import LocalGroup
-from hicache_ray.testing.memory_storage import drop_store
+from hicache_ray.rank.l3 import StorageIO
+from hicache_ray.rank.lanes import CopyError, ThreadLane, Worker
+from hicache_ray.rank.request import RequestError
+from hicache_ray.rank.step import Control, Finish
+from hicache_ray.storage.memory import drop_store
 from hicache_ray.testing.serving import ask, settle
-from hicache_ray.worker import Worker
 from tests.ray_service import ENGINE, config
 from tests.test_cache_random import Driver
 from tests.test_events_recorder import same

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from hicache_ray import faultpoints
 from hicache_ray.faultpoints import InjectedFault
-from hicache_ray.testing.fault_kinds import KINDS, ROLES, points_of
-from hicache_ray.testing.fault_plan import Fault, FaultPlan
-from hicache_ray.testing.fault_target import FaultPlanError, Identity, Target
-from hicache_ray.testing.faults import injected
+from hicache_ray.faults.injector import injected
+from hicache_ray.faults.plan import KINDS, ROLES, Fault, FaultPlan, FaultPlanError, Identity, Target, points_of
 
 THERE = [
     *[Identity("rank", rank, group) for group in ("a", "b") for rank in range(2)],

@@ -12,7 +12,7 @@ PLUGIN = "hicache_ray.testing.plugin"
 
 PLANS = """
     import pytest
-    from hicache_ray.testing.fault_target import FaultPlanError
+    from hicache_ray.faults.plan import FaultPlanError
 
     def test_no_marker_no_faults(fault_plan):
         assert fault_plan.faults == ()

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 
 from hicache_ray.actors.errors import DivergenceError
-from hicache_ray.control import DONE, DRAINING, REFUSED
+from hicache_ray.actors.local_group import LocalGroup
+from hicache_ray.faults.injector import injected
+from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.pools.allocator import PageAllocator, PageError
-from hicache_ray.progress import DesyncError, Progress
-from hicache_ray.protocol import Admit, Control, Finish
-from hicache_ray.testing.fault_plan import FaultPlan
-from hicache_ray.testing.faults import injected
-from hicache_ray.testing.local_group import LocalGroup
-from hicache_ray.testing.manual import ManualLane
+from hicache_ray.rank.control import DONE, DRAINING, REFUSED
+from hicache_ray.rank.step import Admit, Control, DesyncError, Finish, Progress
 from hicache_ray.testing.serving import ask, settle
+from tests.manual import ManualLane
 from tests.ray_service import ENGINE, config
 from tests.test_cache_random import Driver, play
 from tests.whole_cache import Lockstep, Shape, admit, tokens_of

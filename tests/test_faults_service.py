@@ -15,11 +15,10 @@ import ray
 from hicache_ray.actors import directory
 from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.protocol import Scheduled
+from hicache_ray.faults.plan import FaultPlan
+from hicache_ray.faults.service import FaultRunner, ServiceFaults, processes_of
+from hicache_ray.rank.step import Scheduled
 from hicache_ray.service import Service
-from hicache_ray.testing.fault_plan import FaultPlan
-from hicache_ray.testing.fault_runner import FaultRunner
-from hicache_ray.testing.hooks import ServiceFaults, processes_of
 from hicache_ray.testing.serving import ask, settle, wait_for
 from tests.ray_service import ENGINE, service
 

@@ -16,20 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_ray.hashing import Namespace, page_hashes
-from hicache_ray.identity import ModelIdentity
-from hicache_ray.protocol import Chunk, Control, Finish
-from hicache_ray.storage import file_format
-from hicache_ray.storage.channel import Deadline
-from hicache_ray.storage.file import FileStorage
+from hicache_ray.actors.local_group import LocalGroup
+from hicache_ray.faults.injector import injected
+from hicache_ray.faults.plan import FaultPlan
+from hicache_ray.hashing import ModelIdentity, Namespace, page_hashes
+from hicache_ray.rank.step import Chunk, Control, Finish
+from hicache_ray.storage.file import format as file_format
+from hicache_ray.storage.file.storage import FileStorage
 from hicache_ray.storage.guard import ERRORS_IN_A_ROW
-from hicache_ray.testing.fault_plan import FaultPlan
-from hicache_ray.testing.faults import injected
+from hicache_ray.storage.memory import drop_store
+from hicache_ray.storage.pool.channel import Deadline
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
-from hicache_ray.testing.local_group import LocalGroup
-from hicache_ray.testing.memory_storage import drop_store
 from hicache_ray.testing.serving import ask, settle, wait_for
-from hicache_ray.testing.storage_subject import StorageSubject
+from hicache_ray.testing.subject import StorageSubject
 from hicache_ray.testing.suite_base import page_names
 from tests.ray_service import ENGINE, config
 from tests.storage_local import PAGE, LocalPool, page_key, page_of
@@ -167,7 +166,7 @@ def test_wrong_bytes_under_a_right_key_one_flipped_byte(tmp_path: Path, point: s
 KEYS = """
 import numpy as np
 from hicache_ray.hashing import Namespace, page_hashes, storage_key
-from hicache_ray.identity import ModelIdentity
+from hicache_ray.hashing import ModelIdentity
 identity = ModelIdentity("org/m", "main", "bfloat16", 4, tp_rank=1, tp_size=2)
 hashes = page_hashes(np.arange(12, dtype="<u4"), 4, namespace=Namespace("adapter", "salt", "tenant"))
 print(*[storage_key(identity.digest, page_hash.hex()) for page_hash in hashes])
@@ -322,10 +321,10 @@ SHAPE = PageShape(page_size=4, layers=2, token_bytes=64)
 
 WRITER = """
 import os, signal, sys
-from hicache_ray.identity import ModelIdentity
-from hicache_ray.storage import file_format
+from hicache_ray.hashing import ModelIdentity
+from hicache_ray.storage.file import format as file_format
 from hicache_ray.storage.base import StorageConfig
-from hicache_ray.storage.file import FileStorage
+from hicache_ray.storage.file.storage import FileStorage
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
 folder, whole, *names = sys.argv[1:]
 written = 0

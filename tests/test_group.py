@@ -15,8 +15,8 @@ import hicache_ray
 from hicache_ray.actors.directory import look_up
 from hicache_ray.actors.errors import DivergenceError, GroupError
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.protocol import Admit, Finish, ProtocolError, StepAnswer
-from hicache_ray.requests import RequestError
+from hicache_ray.rank.request import RequestError
+from hicache_ray.rank.step import Admit, Finish, ProtocolError, StepAnswer
 from hicache_ray.service import Service, ServiceError
 from tests.ray_service import ENGINE, prompts, serve, service, settle, until
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.metrics import (
     METRICS,
     HealMetrics,
@@ -21,10 +22,9 @@ from hicache_ray.metrics import (
     exposition,
 )
 from hicache_ray.metrics.rank import STEP_PARTS
-from hicache_ray.protocol import Finish, StepAnswer
-from hicache_ray.storage.shard import ShardStats
-from hicache_ray.testing.local_group import LocalGroup
-from hicache_ray.testing.memory_storage import BACKEND, drop_store
+from hicache_ray.rank.step import Finish, StepAnswer
+from hicache_ray.storage.memory import BACKEND, drop_store
+from hicache_ray.storage.shard.shard import ShardStats
 from tests.ray_service import ENGINE, config, prompts, serve, service, settle
 from tests.test_cache_random import STEPS, Driver
 from tests.whole_cache import Lockstep, Shape, admit

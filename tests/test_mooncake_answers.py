@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage import mooncake_client
 from hicache_ray.storage.base import StorageConfig
-from hicache_ray.storage.mooncake import MooncakeStorage
-from hicache_ray.storage.mooncake_objects import MAX_PIECES
-from hicache_ray.storage.mooncake_options import MooncakeOptions
+from hicache_ray.storage.mooncake import client as mooncake_client
+from hicache_ray.storage.mooncake.objects import MAX_PIECES
+from hicache_ray.storage.mooncake.options import MooncakeOptions
+from hicache_ray.storage.mooncake.storage import MooncakeStorage
 from hicache_ray.storage.options import parse_size
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape

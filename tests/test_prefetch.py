@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hicache_ray.build import prefetch_policy
-from hicache_ray.config import HiCacheConfig
+from hicache_ray.config.config import HiCacheConfig
 from hicache_ray.hashing import Namespace
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
-from hicache_ray.protocol import Finish
+from hicache_ray.rank.build import prefetch_policy
+from hicache_ray.rank.step import Finish
 from tests.whole_cache import Lockstep, Shape, admit
 
 PROMPT = list(range(100, 111))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ray.hashing import Namespace
-from hicache_ray.protocol import (
+from hicache_ray.rank.step import (
     PROTOCOL_VERSION,
     Admit,
     Chunk,

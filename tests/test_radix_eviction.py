@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache_ray.radix.candidates import CandidateQueue
 from hicache_ray.radix.eviction import (
+    CandidateQueue,
     EvictionStrategy,
     eviction_policies,
     eviction_policy,

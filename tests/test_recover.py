@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hicache_ray.index.catalog import Catalog, CatalogError, catalog_of
-from hicache_ray.protocol import Finish
-from hicache_ray.recover import Returning
+from hicache_ray.rank.rejoin import Returning
+from hicache_ray.rank.step import Finish
 from tests.test_cache_random import Driver
 from tests.whole_cache import Lockstep, Shape, admit
 

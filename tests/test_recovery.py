@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import ray
 
+from hicache_ray.actors.directory import RAY_NAMESPACE, supervisor_name
 from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.actors.names import RAY_NAMESPACE, supervisor_name
 from hicache_ray.service import Service
 from tests.ray_service import ENGINE, prompts, serve, serve_until_restarted, service, settle, until
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
-from hicache_ray.replay.content import ALL_RANKS, Place, TokenChain, page_rows, page_words, torch_words
+from hicache_ray.replay.engine import ALL_RANKS, Place, TokenChain, page_rows, page_words, torch_words
 
 TOKENS = np.arange(100, 164, dtype=np.uint32)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.actors.errors import GroupRestarted
-from hicache_ray.protocol import Admit, Admitted, Finish, Finished, Polled, Scheduled
+from hicache_ray.rank.step import Admit, Admitted, Finish, Finished, Polled, Scheduled
 from hicache_ray.replay.driver import DriveSettings, ReplayStalled, drive, settle
 from hicache_ray.replay.requests import ReplayRequest
 

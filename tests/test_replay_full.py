@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from hicache_ray.replay.driver import DriveSettings
-from hicache_ray.replay.groups import local_groups
 from hicache_ray.replay.report import ReplayReport
-from hicache_ray.replay.run import replay
+from hicache_ray.replay.run import local_groups, replay
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import Workload, load_workload
-from hicache_ray.testing.memory_storage import BACKEND
+from hicache_ray.storage.memory import BACKEND
 
 SMALL = {"layers": 2, "heads": 2, "head_dim": 4, "prefetch_policy": "wait_complete"}
 

@@ -9,10 +9,10 @@ import pytest
 
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import StorageConfig
+from hicache_ray.storage.memory import BACKEND, MemoryStorage, MemoryStore, drop_store
 from hicache_ray.storage.registry import create_backend
 from hicache_ray.testing.host_pages import NumpyHostPages
-from hicache_ray.testing.memory_storage import BACKEND, MemoryStorage, MemoryStore, drop_store
-from hicache_ray.testing.storage_suite import storage_suite
+from hicache_ray.testing.suite import storage_suite
 
 TestMemory = storage_suite(MemoryStorage, {"store": "{folder}"})
 

@@ -16,9 +16,8 @@ import pytest
 
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.replay.driver import DriveSettings
-from hicache_ray.replay.groups import ray_groups
 from hicache_ray.replay.report import ReplayReport
-from hicache_ray.replay.run import replay
+from hicache_ray.replay.run import ray_groups, replay
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import Workload, load_workload
 from tests.conftest import REPOSITORY

@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hicache_ray.replay.plot import PlotError, check_plot, plot_sweep
-from hicache_ray.replay.report import ReplayReport, StepTimes, TokenCounts, add_up
+from hicache_ray.replay.report import (
+    ReplayReport,
+    StepTimes,
+    TokenCounts,
+    add_up,
+    report_tables,
+    size,
+    sweep_table,
+    tier_sentences,
+)
 from hicache_ray.replay.settings import ReplaySettings
-from hicache_ray.replay.sweep import SweepError, combinations, parse_sweeps
-from hicache_ray.replay.tables import report_tables, size, sweep_table, tier_sentences
+from hicache_ray.replay.sweep import PlotError, SweepError, check_plot, combinations, parse_sweeps, plot_sweep
 from tests.conftest import REPOSITORY
 
 NAMES = {

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from hicache_ray.config import HiCacheConfig
+from hicache_ray.actors.local_group import LocalGroup
+from hicache_ray.config.config import HiCacheConfig
 from hicache_ray.hashing import Namespace, token_bytes
-from hicache_ray.protocol import Admit, Finish
+from hicache_ray.rank.step import Admit, Finish
+from hicache_ray.replay.engine import SyntheticEngine
 from hicache_ray.replay.run import ENGINE
-from hicache_ray.replay.synthetic import SyntheticEngine
-from hicache_ray.testing.local_group import LocalGroup
-from hicache_ray.testing.memory_storage import BACKEND, drop_store, open_store
+from hicache_ray.storage.memory import BACKEND, drop_store, open_store
 
 PAGE = 4
 PROMPT = np.arange(50, 91, dtype=np.uint32)

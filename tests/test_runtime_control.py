@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_ray.control import ControlRefused, ControlTimeout
-from hicache_ray.protocol import Admit, Control, Finish
+from hicache_ray.actors.local_group import LocalGroup
+from hicache_ray.rank.control import ControlRefused, ControlTimeout
+from hicache_ray.rank.step import Admit, Control, Finish
 from hicache_ray.storage.base import StorageConfig
+from hicache_ray.storage.memory import BACKEND, MemoryStorage, drop_store
 from hicache_ray.storage.registry import register_backend
-from hicache_ray.testing.local_group import LocalGroup
-from hicache_ray.testing.memory_storage import BACKEND, MemoryStorage, drop_store
 from tests.ray_service import ENGINE, config, prompts, serve, settle
 
 RANKS = 2

@@ -18,17 +18,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hicache_ray.hashing import Namespace, page_hashes
-from hicache_ray.identity import ModelIdentity
+from hicache_ray.hashing import ModelIdentity, Namespace, page_hashes
 from hicache_ray.index.catalog import Catalog, CatalogError
-from hicache_ray.protocol import MAX_MESSAGE_BYTES, Admit, Finish, ProtocolError, StepAnswer, StepRequest
-from hicache_ray.storage.arena import Arena, read_owner
-from hicache_ray.storage.arena_files import sweep
-from hicache_ray.storage.arena_layout import FILE_HEADER, ArenaError, ArenaGeometry
-from hicache_ray.storage.membership import Membership
-from hicache_ray.storage.socket_frames import LONGEST_FRAME, METHODS, FrameError, unpack_body
-from hicache_ray.storage.wire import Commit, Reply, Request, WireError
-from hicache_ray.testing.storage_subject import StorageSubject
+from hicache_ray.rank.step import MAX_MESSAGE_BYTES, Admit, Finish, ProtocolError, StepAnswer, StepRequest
+from hicache_ray.storage.pool.membership import Membership
+from hicache_ray.storage.pool.near import LONGEST_FRAME, METHODS, FrameError, unpack_body
+from hicache_ray.storage.pool.wire import Commit, Reply, Request, WireError
+from hicache_ray.storage.shard.arena import Arena, read_owner, sweep
+from hicache_ray.storage.shard.layout import FILE_HEADER, ArenaError, ArenaGeometry
+from hicache_ray.testing.subject import StorageSubject
 from hicache_ray.testing.suite_base import page_names
 from tests.conftest import REPOSITORY
 from tests.test_faults_store import PAGES, open_files

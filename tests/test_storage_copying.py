@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from hicache_ray.storage.copier import LEAST_BYTES_A_THREAD, Copier
-from hicache_ray.storage.copying import CHUNK_BYTES, checksum_of, load_page, store_page
+from hicache_ray.storage.pool.transport import LEAST_BYTES_A_THREAD, Copier
+from hicache_ray.storage.shard.page_copy import CHUNK_BYTES, checksum_of, load_page, store_page
 
 
 def pages() -> dict[str, np.ndarray]:

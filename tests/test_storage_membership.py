@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ray.storage.membership import Membership
-from hicache_ray.storage.rebalance_plan import BalanceReport
-from hicache_ray.storage.shard import GRANT
-from hicache_ray.storage.wire import Commit, Offer, Reply, Request, WireError
+from hicache_ray.storage.pool.membership import Membership
+from hicache_ray.storage.pool.wire import Commit, Offer, Reply, Request, WireError
+from hicache_ray.storage.shard.rebalance_plan import BalanceReport
+from hicache_ray.storage.shard.shard import GRANT
 
 HASHES = [hashlib.sha256(bytes([n % 256, n // 256])).digest() for n in range(4000)]
 

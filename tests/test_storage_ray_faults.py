@@ -22,8 +22,8 @@ import ray
 
 from hicache_ray.actors.storage_actor import StorageActorInfo
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
-from hicache_ray.storage.arena_files import Process
-from hicache_ray.storage.pool_options import actor_name
+from hicache_ray.storage.pool.options import actor_name
+from hicache_ray.storage.shard.arena import Process
 from tests.conftest import REPOSITORY
 from tests.storage_ray import SEGMENT_BYTES, Client, arena_files, small_cluster, wait_until
 
@@ -161,7 +161,7 @@ def test_what_a_killed_client_held_is_given_back(cluster: None) -> None:
     @ray.remote(num_cpus=0, max_restarts=0)
     class Dying:
         def die(self, extra: dict) -> None:
-            from hicache_ray.storage import transport
+            from hicache_ray.storage.pool import transport
 
             def end(*_: object) -> bool:
                 os._exit(1)

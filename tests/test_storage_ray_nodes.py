@@ -11,9 +11,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from hicache_ray.actors.storage_balance import Drained
-from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
-from hicache_ray.storage.rebalance_plan import RebalanceOptions
+from hicache_ray.actors.storage_pool import Drained, StoragePool, StoragePoolConfig
+from hicache_ray.storage.shard.rebalance_plan import RebalanceOptions
 from tests.storage_ray import SEGMENT_BYTES, Client, arena_files, wait_until
 
 pytestmark = [pytest.mark.ray]

@@ -11,12 +11,11 @@ import pytest
 
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig, StoragePoolError
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.arena_files import Process, arena_path
-from hicache_ray.storage.arena_layout import ArenaGeometry
 from hicache_ray.storage.base import StorageConfig, StorageExtra
 from hicache_ray.storage.registry import BackendError, create_backend
-from hicache_ray.storage.shard import NamespaceLimit
+from hicache_ray.storage.shard.arena import Arena, Process, arena_path
+from hicache_ray.storage.shard.layout import ArenaGeometry
+from hicache_ray.storage.shard.shard import NamespaceLimit
 from tests.storage_ray import (
     PAGE_BYTES,
     PAGE_SIZE,

@@ -14,8 +14,8 @@ import ray
 
 from hicache_ray.actors.storage_actor import actor_exists
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig, StoragePoolError
-from hicache_ray.storage.arena_files import Process
-from hicache_ray.storage.rebalance_plan import RebalanceOptions
+from hicache_ray.storage.shard.arena import Process
+from hicache_ray.storage.shard.rebalance_plan import RebalanceOptions
 from tests.storage_ray import PAGE_BYTES, SEGMENT_BYTES, Client, arena_files, small_cluster, wait_until
 
 pytestmark = [pytest.mark.ray]

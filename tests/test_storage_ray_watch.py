@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import ray
 
-from hicache_ray.actors.names import RAY_NAMESPACE
+from hicache_ray.actors.directory import RAY_NAMESPACE
 from hicache_ray.cli import run
 from hicache_ray.service import Service
-from hicache_ray.storage.arena import ArenaMapping
-from hicache_ray.storage.arena_layout import VALID
-from hicache_ray.storage.pool_options import actor_name
+from hicache_ray.storage.pool.options import actor_name
+from hicache_ray.storage.shard.arena import ArenaMapping
+from hicache_ray.storage.shard.layout import VALID
 from tests.ray_service import ENGINE, prompts, serve, service, settle, until
 
 pytestmark = pytest.mark.ray

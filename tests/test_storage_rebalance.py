@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ray.storage.channel import Deadline
-from hicache_ray.storage.membership import MOST_CHANGES, Membership
-from hicache_ray.storage.rebalance_plan import (
+from hicache_ray.storage.pool.channel import Deadline
+from hicache_ray.storage.pool.membership import MOST_CHANGES, Membership
+from hicache_ray.storage.shard.rebalance_plan import (
     BalanceReport,
     RebalanceOptions,
     displacing_share,

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from hicache_ray.storage.membership import MOST_CHANGES
+from hicache_ray.storage.pool.membership import MOST_CHANGES
 from tests.moving_pool import MovingPool, reads, writes
 from tests.storage_local import page_key
 

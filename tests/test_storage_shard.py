@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.arena_layout import VALID, ArenaGeometry
-from hicache_ray.storage.copying import checksum_of, load_page, store_page
-from hicache_ray.storage.eviction import POLICIES
-from hicache_ray.storage.shard import EXISTING, GRANTED, MISSING, REFUSED, NamespaceLimit, Shard, namespace_label
+from hicache_ray.storage.shard.arena import Arena
+from hicache_ray.storage.shard.eviction import POLICIES
+from hicache_ray.storage.shard.layout import VALID, ArenaGeometry
+from hicache_ray.storage.shard.page_copy import checksum_of, load_page, store_page
+from hicache_ray.storage.shard.shard import EXISTING, GRANTED, MISSING, REFUSED, NamespaceLimit, Shard, namespace_label
 
 PAGE = 2048
 

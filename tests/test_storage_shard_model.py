@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.arena_layout import ArenaGeometry
-from hicache_ray.storage.copying import load_page, store_page
-from hicache_ray.storage.shard import EXISTING, GRANTED, REFUSED, Lease, NamespaceLimit, Reservation, Shard
+from hicache_ray.storage.shard.arena import Arena
+from hicache_ray.storage.shard.layout import ArenaGeometry
+from hicache_ray.storage.shard.page_copy import load_page, store_page
+from hicache_ray.storage.shard.shard import EXISTING, GRANTED, REFUSED, Lease, NamespaceLimit, Reservation, Shard
 
 LENGTHS = (1024, 2048, 3000)
 """Page sizes; a key's page always has one length."""

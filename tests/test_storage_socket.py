@@ -9,10 +9,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache_ray.storage.channel import ChannelLost, ChannelTimeout
-from hicache_ray.storage.socket_channel import SocketChannel
-from hicache_ray.storage.socket_frames import HEAD, LONGEST_FRAME, METHODS, fits, pack_call, unpack_body
-from hicache_ray.storage.socket_server import SocketServer
+from hicache_ray.storage.pool.channel import ChannelLost, ChannelTimeout
+from hicache_ray.storage.pool.near import (
+    HEAD,
+    LONGEST_FRAME,
+    METHODS,
+    SocketChannel,
+    SocketServer,
+    fits,
+    pack_call,
+    unpack_body,
+)
 from tests.storage_local import in_threads
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ray.storage.registry import BackendError
-from hicache_ray.storage.url import parse_storage_url
+from hicache_ray.storage.registry import BackendError, parse_storage_url
 
 
 @pytest.mark.parametrize(

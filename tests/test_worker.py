@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hicache_ray.worker import Worker
+from hicache_ray.rank.lanes import Worker
 
 DEADLINE = 10.0
 
@@ -27,7 +27,7 @@ def test_a_job_that_raises_is_counted_logged_once_and_the_next_one_runs(caplog: 
     def fail() -> None:
         raise OSError("disk is gone")
 
-    with caplog.at_level(logging.ERROR, "hicache_ray.worker"):
+    with caplog.at_level(logging.ERROR, "hicache_ray.rank.lanes"):
         for _ in range(3):
             worker.submit("read", fail)
         worker.submit("read", done.set)

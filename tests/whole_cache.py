@@ -15,22 +15,20 @@ import numpy as np
 import torch
 import xxhash
 
-from hicache_ray.cache import HiRadixCache
-from hicache_ray.controller import TransferController
-from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
-from hicache_ray.identity import ModelIdentity
+from hicache_ray.hashing import EMPTY_NAMESPACE, ModelIdentity, Namespace
 from hicache_ray.index import TieredIndex
 from hicache_ray.kernels.dispatch import transfer
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
-from hicache_ray.prefetch import Prefetch, PrefetchPolicy
-from hicache_ray.progress import Progress
-from hicache_ray.protocol import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest
-from hicache_ray.requests import Request
+from hicache_ray.rank.cache import HiRadixCache
+from hicache_ray.rank.l3 import StorageIO
+from hicache_ray.rank.prefetch import Prefetch, PrefetchPolicy
+from hicache_ray.rank.request import Request
+from hicache_ray.rank.step import Admit, Chunk, Control, Finish, Peek, Progress, StepAnswer, StepRequest
+from hicache_ray.rank.transfers import TransferController
 from hicache_ray.storage.base import Bytes, PageStorage, StorageConfig
-from hicache_ray.storage_io import StorageIO
-from hicache_ray.testing.manual import ManualLane, ManualWorker
+from tests.manual import ManualLane, ManualWorker
 
 
 class Clock:

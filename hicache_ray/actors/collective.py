@@ -16,7 +16,7 @@ import torch
 from ray.util.collective.types import AllReduceOptions, ReduceOp
 from torch import distributed
 
-from hicache_ray.actors.gloo_group import (
+from hicache_ray.actors.gloo import (
     BACKEND,
     DEFAULT_JOIN_TIMEOUT_SECONDS,
     DEFAULT_TIMEOUT_SECONDS,
@@ -24,10 +24,11 @@ from hicache_ray.actors.gloo_group import (
     Deadline,
     HiCacheGroup,
     Vector,
+    delete_keys,
+    list_keys,
     register,
     store_prefix,
 )
-from hicache_ray.actors.kv_store import delete_keys, list_keys
 
 _STOCK_BACKENDS = ("gloo", "nccl")
 _LENGTH_FIELDS = 2

@@ -1,6 +1,8 @@
 """Which services run in a Ray cluster: one small record each in Ray's internal key-value store.
 
 The record outlives the process that wrote it, so whoever finds one still has to find its actors.
+
+Names under which the actors of a service are found.
 """
 
 from __future__ import annotations
@@ -81,3 +83,22 @@ def ranks_of(group: str) -> list[tuple[int, str]]:
 def names() -> list[str]:
     """Names of all services with a record, sorted."""
     return sorted(key.decode() for key in _internal_kv_list(b"", namespace=KV_NAMESPACE))
+
+
+RAY_NAMESPACE = "hicache_ray"
+"""Ray namespace of all named actors of this package."""
+
+
+def group_name(service: str, group: str) -> str:
+    """Full name of a group, unique in the cluster."""
+    return f"{service}:{group}"
+
+
+def rank_name(group: str, rank: int) -> str:
+    """Name of a rank's actor, from its group's full name."""
+    return f"{group}:rank{rank}"
+
+
+def supervisor_name(service: str) -> str:
+    """Name of a service's supervisor actor."""
+    return f"{service}:supervisor"

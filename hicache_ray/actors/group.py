@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from hicache_ray.actors.directory import publish_ranks
+from hicache_ray.actors.control import RuntimeControl
+from hicache_ray.actors.directory import RAY_NAMESPACE, publish_ranks, rank_name
 from hicache_ray.actors.errors import (
     DivergenceError,
     GroupError,
@@ -29,12 +30,22 @@ from hicache_ray.actors.errors import (
     StepCollision,
     StepTimeout,
 )
-from hicache_ray.actors.names import RAY_NAMESPACE, rank_name
 from hicache_ray.actors.rank import CONCURRENCY_GROUPS, RankServer, RankSpec
-from hicache_ray.actors.runtime_control import RuntimeControl
-from hicache_ray.answers import GroupAnswer, differences, merge
-from hicache_ray.protocol import NEXT_STEP, Admit, Chunk, Control, Finish, Peek, ProtocolError, StepAnswer, StepRequest
-from hicache_ray.requests import RequestError
+from hicache_ray.rank.request import RequestError
+from hicache_ray.rank.step import (
+    NEXT_STEP,
+    Admit,
+    Chunk,
+    Control,
+    Finish,
+    GroupAnswer,
+    Peek,
+    ProtocolError,
+    StepAnswer,
+    StepRequest,
+    differences,
+    merge,
+)
 
 _remote: Any = ray.remote
 """Untyped: Ray's stubs do not know concurrency groups."""

@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 import ray
 
-from hicache_ray import control, faultpoints
+from hicache_ray import faultpoints
 from hicache_ray.actors.collective import CollectiveError, ReductionGroup
 from hicache_ray.actors.errors import StaleGeneration, StepCollision
 from hicache_ray.actors.recovery import RankInfo
-from hicache_ray.build import build_cache
-from hicache_ray.cache import alone
-from hicache_ray.config import HiCacheConfig
-from hicache_ray.engine import Engine, load_engine
-from hicache_ray.events.publishing import KVEvents
-from hicache_ray.inspection import audit_of, status_of
+from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.events.publisher import KVEvents
 from hicache_ray.metrics import RankMetrics, RayExporter
-from hicache_ray.protocol import NEXT_STEP, StepRequest
-from hicache_ray.recover import Peer, Returning
+from hicache_ray.rank import control
+from hicache_ray.rank.audit import audit_of, status_of
+from hicache_ray.rank.build import build_cache
+from hicache_ray.rank.cache import alone
+from hicache_ray.rank.engine import Engine, load_engine
+from hicache_ray.rank.rejoin import Peer, Returning
+from hicache_ray.rank.step import NEXT_STEP, StepRequest
 
 _beside: Any = ray.method
 """Untyped: Ray's stubs would hide the methods' own types inside the class."""

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from hicache_ray.actors.errors import GroupError
-from hicache_ray.actors.processes import kill_rank
+from hicache_ray.actors.watch import kill_rank
 from hicache_ray.index.catalog import Catalog
 
 logger = logging.getLogger("hicache_ray.recovery")

@@ -17,20 +17,19 @@ from typing import Any, NamedTuple
 import ray
 
 from hicache_ray.metrics import RayExporter, ShardMetrics
-from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.arena_files import SHARED_MEMORY, Process, arena_path, sweep
-from hicache_ray.storage.arena_layout import ArenaError, ArenaGeometry, ArenaLocked
 from hicache_ray.storage.base import Bytes, StorageCounters
-from hicache_ray.storage.breaker import Breaker
-from hicache_ray.storage.member import Member
-from hicache_ray.storage.membership import Membership
-from hicache_ray.storage.pool_options import actor_name
-from hicache_ray.storage.ray_channel import PoolDirectory, RayChannel
-from hicache_ray.storage.rebalance import Rebalancer
-from hicache_ray.storage.rebalance_plan import BalanceReport, RebalanceOptions
-from hicache_ray.storage.service import ShardService
-from hicache_ray.storage.shard import NamespaceLimit, Shard, ShardStats
-from hicache_ray.storage.socket_server import SocketServer
+from hicache_ray.storage.guard import Breaker
+from hicache_ray.storage.pool.member import Member
+from hicache_ray.storage.pool.membership import Membership
+from hicache_ray.storage.pool.near import SocketServer
+from hicache_ray.storage.pool.options import actor_name
+from hicache_ray.storage.pool.ray_channel import PoolDirectory, RayChannel
+from hicache_ray.storage.shard.arena import SHARED_MEMORY, Arena, Process, arena_path, sweep
+from hicache_ray.storage.shard.layout import ArenaError, ArenaGeometry, ArenaLocked
+from hicache_ray.storage.shard.rebalance import Rebalancer
+from hicache_ray.storage.shard.rebalance_plan import BalanceReport, RebalanceOptions
+from hicache_ray.storage.shard.service import ShardService
+from hicache_ray.storage.shard.shard import NamespaceLimit, Shard, ShardStats
 
 logger = logging.getLogger("hicache_ray.actors.storage_actor")
 

@@ -16,11 +16,20 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from hicache_ray import faultpoints
-from hicache_ray.actors.directory import generation_of, look_up, publish_generation, publish_ranks, ranks_of
+from hicache_ray.actors.directory import (
+    RAY_NAMESPACE,
+    generation_of,
+    group_name,
+    look_up,
+    publish_generation,
+    publish_ranks,
+    rank_name,
+    ranks_of,
+    supervisor_name,
+)
 from hicache_ray.actors.errors import GroupError
-from hicache_ray.actors.names import RAY_NAMESPACE, group_name, rank_name, supervisor_name
 from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery, RecoveryLimits
-from hicache_ray.actors.storage_watch import StorageHeal, StorageWatch
+from hicache_ray.actors.watch import StorageHeal, StorageWatch
 from hicache_ray.metrics import HealMetrics, RayExporter
 
 _remote: Any = ray.remote

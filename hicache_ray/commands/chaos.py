@@ -11,15 +11,15 @@ import click
 
 from hicache_ray.commands.input import MOST_PROCESSES, BadInput, Number, OutputPath, Whole, bad_input, check_output
 from hicache_ray.commands.running import RunFailed, in_one_line, start_failures, write_json
-from hicache_ray.config_names import ATTENTION_KINDS
-from hicache_ray.testing.fault_kinds import KINDS
+from hicache_ray.config.options import ATTENTION_KINDS
+from hicache_ray.faults.plan import KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from hicache_ray.testing.chaos_report import ChaosReport
-    from hicache_ray.testing.fault_plan import FaultPlan
+    from hicache_ray.faults.plan import FaultPlan
+    from hicache_ray.faults.report import ChaosReport
 
 RANDOM = "random"
 COUNT = Whole(1)
@@ -57,7 +57,7 @@ def command(plan_name: str, json_path: Path | None, plan_path: Path | None, kind
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", EXPECTED_DEATHS)
-    from hicache_ray.testing.chaos import ChaosSettings
+    from hicache_ray.faults.chaos import ChaosSettings
 
     console, out = Console(stderr=True), Console(stderr=str(json_path) == "-")
     with bad_input():
@@ -133,15 +133,15 @@ def figures(report: ChaosReport) -> list[str]:
 
 
 def _plan(name: str) -> FaultPlan | None:
-    from hicache_ray.testing.fault_plan import FaultPlan
+    from hicache_ray.faults.plan import FaultPlan
 
     return None if name == RANDOM else FaultPlan.load(name)
 
 
 def _run(settings: Any, plan: FaultPlan | None, console: Console) -> ChaosReport:
     from hicache_ray.actors.errors import GroupError
-    from hicache_ray.testing.chaos import run_chaos
-    from hicache_ray.testing.fault_target import FaultPlanError
+    from hicache_ray.faults.chaos import run_chaos
+    from hicache_ray.faults.plan import FaultPlanError
 
     try:
         with start_failures():

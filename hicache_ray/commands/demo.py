@@ -8,8 +8,8 @@ import click
 
 from hicache_ray.commands.input import OutputPath, bad_input, check_output
 from hicache_ray.commands.running import LOCAL, RAY, RunFailed, checked_config, run_replay, write_json
+from hicache_ray.replay.report import report_tables, tier_sentences
 from hicache_ray.replay.settings import ReplaySettings
-from hicache_ray.replay.tables import report_tables, tier_sentences
 from hicache_ray.replay.workload import load_workload
 
 WORKLOAD = "chat:sessions=40,turns=6,system=512,turn=96,answer=96"

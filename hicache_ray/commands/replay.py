@@ -21,7 +21,7 @@ from hicache_ray.commands.input import (
     given_options,
 )
 from hicache_ray.commands.running import INDEX, LOCAL, RAY, RunFailed, checked_config, run_replay, write_json
-from hicache_ray.config_names import (
+from hicache_ray.config.options import (
     ATTENTION_KINDS,
     IO_BACKENDS,
     MEM_LAYOUTS,
@@ -29,14 +29,12 @@ from hicache_ray.config_names import (
     WRITE_POLICIES,
     eviction_policy_names,
 )
-from hicache_ray.replay.plot import check_plot, plot_sweep
-from hicache_ray.replay.report import ReplayReport
+from hicache_ray.replay.report import ReplayReport, report_tables, sweep_table
 from hicache_ray.replay.settings import ReplaySettings
-from hicache_ray.replay.sweep import combinations, parse_sweeps
-from hicache_ray.replay.tables import report_tables, sweep_table
+from hicache_ray.replay.sweep import check_plot, combinations, parse_sweeps, plot_sweep
 from hicache_ray.replay.traces import BLOCK_TOKENS
 from hicache_ray.replay.workload import Workload, load_workload
-from hicache_ray.storage.url import parse_storage_url
+from hicache_ray.storage.registry import parse_storage_url
 
 if TYPE_CHECKING:
     from rich.console import Console

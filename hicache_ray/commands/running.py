@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicache_ray.commands.input import BadInput, bad_input
-from hicache_ray.config import HiCacheConfig
+from hicache_ray.config.config import HiCacheConfig
 from hicache_ray.replay.report import ReplayReport
 from hicache_ray.replay.settings import ReplaySettings, check_unused, index_settings, replay_config
 from hicache_ray.replay.workload import Workload
@@ -39,7 +39,7 @@ def checked_config(workload: Workload, settings: ReplaySettings, mode: str) -> H
             index_settings(settings, workload)
             check_unused(settings, workload)
             return None
-        from hicache_ray.replay.groups import BACKENDS, check_memory
+        from hicache_ray.replay.run import BACKENDS, check_memory
 
         config = replay_config(settings, workload, storage_backend=BACKENDS[mode])
         check_memory(config, settings)
@@ -61,8 +61,7 @@ def run_replay(
         with bad_input(), _bar(console, workload.total) as progress:
             return replay_index(workload, index_settings(settings, workload), progress)
     from hicache_ray.replay.driver import DriveSettings
-    from hicache_ray.replay.groups import GROUPS
-    from hicache_ray.replay.run import replay
+    from hicache_ray.replay.run import GROUPS, replay
 
     with _failures(), ExitStack() as stack:
         with console.status(f"starting {settings.instances} x {settings.tp} ranks"), start_failures(mode):
@@ -91,8 +90,8 @@ def _failures() -> Iterator[None]:
     """Says in one sentence why a run ended, where it is a reason that a user can do something about."""
     from hicache_ray.actors.errors import GroupError
     from hicache_ray.pools.memory import PoolMemoryError
+    from hicache_ray.rank.request import RequestError
     from hicache_ray.replay.driver import ReplayStalled
-    from hicache_ray.requests import RequestError
     from hicache_ray.storage.registry import BackendError
 
     try:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from hicache_ray.events.log import EventIndex, ReplayError, replay
 from hicache_ray.events.recorder import EventRecorder, RecordedBatch
-from hicache_ray.events.replay import EventIndex, ReplayError, replay
-from hicache_ray.events.types import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from hicache_ray.events.wire import EventFormatError, decode_batch, encode_batch
+from hicache_ray.events.wire import (
+    CPU,
+    GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventFormatError,
+    decode_batch,
+    encode_batch,
+)
 
 __all__ = [
     "CPU",

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hicache_ray.events.types import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Token
+from hicache_ray.events.wire import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Token
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace, event_id
 from hicache_ray.index import TieredIndex
-from hicache_ray.index.events import EventKind, Tier
+from hicache_ray.index.types import EventKind, Tier
 from hicache_ray.radix.node import Node
 
 RESTARTED, PRESENT = "restarted", "present"

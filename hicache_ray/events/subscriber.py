@@ -10,8 +10,7 @@ from typing import NamedTuple
 import zmq
 
 from hicache_ray.events.publisher import END_OF_REPLAY, SEQUENCE_BYTES
-from hicache_ray.events.types import EventBatch
-from hicache_ray.events.wire import EventFormatError, decode_batch
+from hicache_ray.events.wire import EventBatch, EventFormatError, decode_batch
 
 REPLAY_SECONDS = 5.0
 """How long a replay may take until the next of its batches."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hicache_ray.index.events import Events
 from hicache_ray.index.transfers import Transfers, concatenated
-from hicache_ray.index.types import IndexStats
+from hicache_ray.index.types import Events, IndexStats
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.node import Node, Pages
 from hicache_ray.radix.tree import RadixTree, is_device_candidate

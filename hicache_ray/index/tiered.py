@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 from hicache_ray.hashing import page_hashes
-from hicache_ray.index.audit import check_index
-from hicache_ray.index.events import Events, EventSink
 from hicache_ray.index.evictor import Evictor
+from hicache_ray.index.integrity import check_index
 from hicache_ray.index.transfers import Transfers, concatenated
 from hicache_ray.index.types import (
     Backup,
+    Events,
+    EventSink,
     IndexBusyError,
     IndexStats,
     Inserted,

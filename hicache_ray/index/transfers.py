@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hicache_ray.index.events import Events
-from hicache_ray.index.types import Backup, Load, Write
+from hicache_ray.index.types import Backup, Events, Load, Write
 from hicache_ray.radix.node import NO_PAGES, Node, Pages
 from hicache_ray.radix.tree import RadixTree
 

@@ -1,9 +1,13 @@
-"""What the index hands out: lookups, transfers to carry out, and where the pages are."""
+"""What the index hands out: lookups, transfers to carry out, and where the pages are.
+
+Where the index tells what became of a node's pages (cases 62, 63).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node, Pages
@@ -154,3 +158,26 @@ class IndexStats:
     attached_pages: int = 0
     refused_writes: int = 0
     refused_attachments: int = 0
+
+
+EventKind = Literal["stored", "removed", "cleared"]
+Tier = Literal["device", "host"]
+
+EventSink = Callable[[EventKind, Tier, Node, str], None]
+"""Called as sink(kind, tier, node, reason), while the node still is where the event finds it: before a removal, after a
+store. `cleared` comes once per tier, with the root. A node is told apart by its path, not by identity: it may split.
+"""
+
+
+class Events:
+    """The index's hook for events; without a sink it costs nothing."""
+
+    __slots__ = ("sink",)
+
+    def __init__(self) -> None:
+        self.sink: EventSink | None = None
+
+    def emit(self, kind: EventKind, tier: Tier, node: Node, reason: str) -> None:
+        """Tells the sink, if there is one."""
+        if self.sink is not None:
+            self.sink(kind, tier, node, reason)

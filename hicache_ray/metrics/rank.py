@@ -1,19 +1,25 @@
-"""The metrics of one rank: a few additions a step, and the rest from counters that the rank has anyway."""
+"""The metrics of one rank: a few additions a step, and the rest from counters that the rank has anyway.
+
+The metrics of the actors beside the ranks: what a supervisor healed, what a storage actor holds.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hicache_ray.inspection import in_flight
 from hicache_ray.metrics.registry import Registry
-from hicache_ray.protocol import Scheduled, StepAnswer
+from hicache_ray.rank.audit import in_flight
+from hicache_ray.rank.step import Scheduled, StepAnswer
 
 if TYPE_CHECKING:
-    from hicache_ray.cache import HiRadixCache
-    from hicache_ray.events.publishing import KVEvents
+    from hicache_ray.events.publisher import KVEvents
     from hicache_ray.index import TieredIndex
-    from hicache_ray.storage_io import StorageIO
+    from hicache_ray.rank.cache import HiRadixCache
+    from hicache_ray.rank.l3 import StorageIO
+    from hicache_ray.storage.shard.shard import ShardStats
+
 
 TIERS = {"device": "l1", "host": "l2"}
 STEP_PARTS = ("reduction", "work", "engine", "total")
@@ -150,3 +156,42 @@ class RankMetrics:
             status = self.events.status()
             registry.advance("hicache_kv_event_batches_total", status["published"], "published")
             registry.advance("hicache_kv_event_batches_total", status["lost"], "lost")
+
+
+COUNTED = ("stored", "existing", "refused", "evicted", "expired", "corrupt", "asked", "hits")
+"""Counters of a shard, under their own names."""
+
+
+class HealMetrics:
+    """Counts the rebuilds of a service's groups."""
+
+    def __init__(self, service: str) -> None:
+        self.registry = Registry(service=service)
+
+    def observe(self, group: str, seconds: float, *, healed: bool) -> None:
+        """Counts one rebuild, or one that failed."""
+        self.registry.add("hicache_heals_total", 1, group, "healed" if healed else "failed")
+        self.registry.observe("hicache_heal_seconds", seconds, group)
+
+
+class ShardMetrics:
+    """Counts what a storage actor holds and did.
+
+    Args:
+        stats: gives its shard's state now.
+        pool, member: labels of its metrics.
+    """
+
+    def __init__(self, stats: Callable[[], ShardStats], *, pool: str, member: str) -> None:
+        self.registry = Registry(pool=pool, member=member)
+        self._stats = stats
+
+    def collect(self) -> None:
+        """Brings the numbers up to date."""
+        stats, registry = self._stats(), self.registry
+        registry.set("hicache_storage_actor_bytes", stats.used_bytes, "used")
+        registry.set("hicache_storage_actor_bytes", stats.total_bytes, "total")
+        for state, pages in (("stored", stats.pages), ("reserved", stats.reserved), ("leased", stats.leased)):
+            registry.set("hicache_storage_actor_pages", pages, state)
+        for result in COUNTED:
+            registry.advance("hicache_storage_actor_page_results_total", getattr(stats, result), result)

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hicache_ray.radix.candidates import CandidateQueue
 from hicache_ray.radix.digest import MASK, Digest, clock_digest
-from hicache_ray.radix.eviction import EvictionStrategy, eviction_policy
+from hicache_ray.radix.eviction import CandidateQueue, EvictionStrategy, eviction_policy
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import NO_PAGES, Node, Pages
 

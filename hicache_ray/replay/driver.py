@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.hashing import token_bytes
-from hicache_ray.protocol import Admit, Admitted, Finish, Finished, Polled, Scheduled
+from hicache_ray.rank.step import Admit, Admitted, Finish, Finished, Polled, Scheduled
 from hicache_ray.replay.report import StepTimes, TokenCounts
 from hicache_ray.replay.requests import ReplayRequest
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hicache_ray.config import ConfigError, HiCacheConfig
+from hicache_ray.config.config import ConfigError, HiCacheConfig
 from hicache_ray.replay.index_only import IndexSettings
 from hicache_ray.replay.workload import Workload
 

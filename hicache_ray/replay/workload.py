@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache_ray.replay import chat, text_traces
+from hicache_ray.replay import chat
+from hicache_ray.replay import traces as text_traces
 from hicache_ray.replay.requests import BlockRequest, ReplayRequest, Tokens
 from hicache_ray.replay.traces import BLOCK_TOKENS, TraceError, TraceRequest, read_records, read_trace
 

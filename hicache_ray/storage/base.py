@@ -3,21 +3,27 @@
 The rule every backend keeps: whatever breaks, the answer is a miss. No method raises because a page is missing,
 broken or unreachable, no wait is longer than `StorageConfig.timeout`, and a page that comes back has the bytes that
 were stored.
+
+A host pool's memory as its parts: the runs of a page, the whole as one span of addresses.
+
+The checksum that goes with a page into a store that keeps none itself.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 if TYPE_CHECKING:
     from hicache_ray.hashing import ModelIdentity
+
 
 Bytes = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int64]
@@ -283,3 +289,37 @@ def _until_first_failure(count: int, step: Callable[[int], bool]) -> list[bool]:
             break
         done[i] = True
     return done
+
+
+class Span(NamedTuple):
+    """A range of addresses of this process."""
+
+    address: int
+    nbytes: int
+
+
+def page_rows(segments: Bytes, page: int) -> list[memoryview]:
+    """The contiguous runs of a page in segment order; writing to them writes the pool."""
+    view = segments[page]
+    if view.flags.c_contiguous:
+        return [memoryview(view.reshape(-1))]
+    return [memoryview(view[index]) for index in np.ndindex(view.shape[:-1])]
+
+
+def memory_span(segments: Bytes) -> Span:
+    """The smallest span that holds all pages: the pool's buffer, for registering it with a transport."""
+    last = sum((count - 1) * stride for count, stride in zip(segments.shape, segments.strides, strict=True))
+    if segments.size == 0 or any(stride < 0 for stride in segments.strides):
+        raise ValueError(f"segments of shape {segments.shape} and strides {segments.strides} are no memory to register")
+    return Span(segments.ctypes.data, last + segments.itemsize)
+
+
+CHECKSUM_BYTES = 8
+
+
+def page_checksum(key: str, rows: Iterable[memoryview]) -> int:
+    """xxh3_64 over the storage key, then the page's segments in order: a page under another key does not fit."""
+    digest = xxhash.xxh3_64(key.encode())
+    for row in rows:
+        digest.update(row)
+    return digest.intdigest()

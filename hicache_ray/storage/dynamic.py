@@ -11,7 +11,7 @@ from typing import Any
 
 from hicache_ray.storage.base import HiCacheStorage, StorageConfig
 from hicache_ray.storage.registry import BackendError
-from hicache_ray.storage.sglang_class import SGLangClassStorage
+from hicache_ray.storage.sglang.storage import SGLangClassStorage
 
 REQUIRED_OPTIONS = ("backend_name", "module_path", "class_name")
 

@@ -23,13 +23,13 @@ import pytest
 if TYPE_CHECKING:
     from hicache_ray.actors.group import TPGroup
     from hicache_ray.actors.storage_pool import StoragePool
-    from hicache_ray.config import HiCacheConfig
+    from hicache_ray.config.config import HiCacheConfig
+    from hicache_ray.faults.plan import FaultPlan
+    from hicache_ray.faults.service import ServiceFaults
     from hicache_ray.service import Service
-    from hicache_ray.testing.fault_plan import FaultPlan
-    from hicache_ray.testing.hooks import ServiceFaults
 
 MARKER = "hicache_faults"
-ENGINE = "hicache_ray.replay.synthetic:SyntheticEngine"
+ENGINE = "hicache_ray.replay.engine:SyntheticEngine"
 OBJECT_STORE_BYTES = 150 << 20
 
 
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         f"{MARKER}(*faults, seed=0, file=None): faults in the service of this test's hicache fixtures, as in a plan's "
-        "file (hicache_ray.testing.fault_plan), or that file",
+        "file (hicache_ray.faults.plan), or that file",
     )
 
 
@@ -53,8 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def fault_plan(request: pytest.FixtureRequest) -> FaultPlan:
     """The plan that the test's markers make; empty without any."""
-    from hicache_ray.testing.fault_plan import FaultPlan
-    from hicache_ray.testing.fault_target import FaultPlanError
+    from hicache_ray.faults.plan import FaultPlan, FaultPlanError
 
     faults: list[Any] = []
     seed = 0
@@ -96,7 +95,7 @@ def hicache_ray() -> Iterator[None]:
 @pytest.fixture
 def hicache_config() -> HiCacheConfig:
     """Configuration of the test's service: two ranks, two storage actors, all tiers tiny, short deadlines."""
-    from hicache_ray.config import HiCacheConfig
+    from hicache_ray.config.config import HiCacheConfig
 
     return HiCacheConfig(
         model_name="test",
@@ -136,8 +135,7 @@ def hicache_service(hicache_ray: None, hicache_config: HiCacheConfig) -> Iterato
 @pytest.fixture
 def hicache_faults(hicache_service: Service, fault_plan: FaultPlan) -> Iterator[ServiceFaults]:
     """The test's plan, at work in the service: `firings()` tells what has happened at points."""
-    from hicache_ray.testing.fault_runner import FaultRunner
-    from hicache_ray.testing.hooks import ServiceFaults
+    from hicache_ray.faults.service import FaultRunner, ServiceFaults
 
     faults = ServiceFaults(hicache_service, fault_plan)
     if not fault_plan.faults:

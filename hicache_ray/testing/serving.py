@@ -1,6 +1,6 @@
 """Serving a request by hand, for tests: the whole life of a request on a group, with every cached page verified.
 
-The group has to run `hicache_ray.replay.synthetic:SyntheticEngine`, whose KV is known.
+The group has to run `hicache_ray.replay.engine:SyntheticEngine`, whose KV is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.hashing import token_bytes
-from hicache_ray.protocol import Admit, Finish, Scheduled
+from hicache_ray.rank.step import Admit, Finish, Scheduled
 from hicache_ray.replay.driver import SteppedGroup, StepResult
 
 DEADLINE_SECONDS = 60.0

@@ -14,7 +14,7 @@ import pytest
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import HiCacheStorage
 from hicache_ray.testing.host_pages import LAYOUTS, NumpyHostPages, PageShape
-from hicache_ray.testing.storage_subject import StorageSubject, Unsupported
+from hicache_ray.testing.subject import StorageSubject, Unsupported
 from hicache_ray.testing.suite_table import SuiteTable
 
 SHAPES = [PageShape(attention, layout) for attention in LAYOUTS for layout in LAYOUTS[attention]]

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hicache_ray.faults.storage import CALLS, EXISTS, GET, SET, Fault, FaultyStorage
 from hicache_ray.storage.base import HiCacheStorage
 from hicache_ray.storage.guard import ERRORS_IN_A_ROW, MAX_GIVEN_UP, READ, WRITE, GuardedStorage
-from hicache_ray.testing.faulty_storage import CALLS, EXISTS, GET, SET, Fault, FaultyStorage
 from hicache_ray.testing.host_pages import NumpyHostPages
-from hicache_ray.testing.storage_subject import Damage, StorageSubject, Unsupported
+from hicache_ray.testing.subject import Damage, StorageSubject, Unsupported
 from hicache_ray.testing.suite_base import BIG, MakeStorage, SuiteBase, eventually, page_names
 
 COUNT = 4

@@ -10,7 +10,7 @@ import pytest
 
 from hicache_ray.storage.base import HiCacheStorage, Slots, StorageStats
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
-from hicache_ray.testing.storage_subject import StorageSubject, Unsupported
+from hicache_ray.testing.subject import StorageSubject, Unsupported
 from hicache_ray.testing.suite_base import (
     BIG,
     SEPARATE,

@@ -1,0 +1,318 @@
+"""How options are reconciled with each other and with the machine: adjustments, each said once, and refusals.
+
+The adjustments are those of SGLang 0.5.9 and of the article's section 5.6 (cases 59 and 60 and their ruling).
+
+Combinations of options that can't work, each refused with its reason (ruling on cases 59 and 60).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hicache_ray.config.options import PREFETCH_KEYS, ConfigError, parse_extra_config
+
+if TYPE_CHECKING:
+    from hicache_ray.config.config import HiCacheConfig
+
+
+logger = logging.getLogger("hicache_ray.config.config")
+
+
+class Capabilities(NamedTuple):
+    """What the machine offers. Tests pass their own; `detect()` asks torch."""
+
+    cuda: bool = False
+    npu: bool = False
+    flashinfer: bool = False
+    sm100: bool = False
+    """A GPU of compute capability 10.x."""
+
+    @classmethod
+    def detect(cls) -> Capabilities:
+        """The capabilities of this process's machine."""
+        import torch
+
+        cuda = torch.cuda.is_available()
+        npu = getattr(torch, "npu", None) if importlib.util.find_spec("torch_npu") else None
+        return cls(
+            cuda=cuda,
+            npu=npu is not None and bool(npu.is_available()),
+            flashinfer=cuda and importlib.util.find_spec("flashinfer") is not None,
+            sm100=cuda and torch.cuda.get_device_capability()[0] == 10,
+        )
+
+
+class Adjustment(NamedTuple):
+    """An option that was changed because its value can't work with the others."""
+
+    name: str
+    old: Any
+    new: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {_text(self.new)} instead of {_text(self.old)}: {self.reason}"
+
+
+class Resolution(NamedTuple):
+    """The configuration that holds, and what was changed to get there."""
+
+    config: HiCacheConfig
+    adjustments: list[Adjustment]
+
+
+def resolve(config: HiCacheConfig, capabilities: Capabilities | None = None) -> Resolution:
+    """Reconciles the options, with one logged warning per adjustment. Resolving the result again changes nothing.
+
+    In the result `device` is never "auto" and `hicache_storage_backend_extra_config` is a dict without the prefetch
+    options, which are in their own fields.
+
+    Raises:
+        ConfigError: the options can't work together, or not on this machine.
+    """
+    resolution = reconcile(config, Capabilities.detect() if capabilities is None else capabilities)
+    for adjustment in resolution.adjustments:
+        logger.warning("%s", adjustment)
+    return resolution
+
+
+def reconcile(config: HiCacheConfig, capabilities: Capabilities) -> Resolution:
+    """`resolve` without the log."""
+    config = _spread_extra_config(config)
+    if config.device == "auto":
+        config = dataclasses.replace(config, device=_found_device(capabilities))
+    adjustments: list[Adjustment] = []
+    for rule in _RULES:
+        changes = list(rule(config, capabilities))
+        config = dataclasses.replace(config, **{change.name: change.new for change in changes})
+        adjustments += changes
+    check(config, cuda=capabilities.cuda, npu=capabilities.npu)
+    return Resolution(config, adjustments)
+
+
+def explain(config: HiCacheConfig, capabilities: Capabilities | None = None) -> list[str]:
+    """One line per option, `name = value  # why`: default, given, adjusted (with the reason) or found.
+
+    Raises: as `resolve`.
+    """
+    found = Capabilities.detect() if capabilities is None else capabilities
+    resolved, adjustments = reconcile(config, found)
+    adjusted = {change.name: f"adjusted from {_text(change.old)}: {change.reason}" for change in adjustments}
+    lines = []
+    for entry in dataclasses.fields(resolved):
+        given, value = getattr(config, entry.name), getattr(resolved, entry.name)
+        why = adjusted.get(entry.name) or ("default" if given == entry.default else "given")
+        lines.append(f"{entry.name} = {_text(value)}  # {why}{_note(entry.name, config, resolved)}")
+    return lines
+
+
+def _note(name: str, given: HiCacheConfig, resolved: HiCacheConfig) -> str:
+    """What the value of an option does not tell by itself."""
+    if name == "device" and given.device == "auto":
+        return ", auto"
+    if name == "hicache_ratio" and resolved.hicache_size > 0:
+        return ", unused: hicache_size is set"
+    if name == "model_name" and resolved.hicache_storage_backend and not resolved.model_name:
+        return ", empty: models of the same shape would find each other's pages in L3"
+    if name == "prefetch_threshold" and resolved.prefetch_min_tokens != resolved.prefetch_threshold:
+        return f", holds as {resolved.prefetch_min_tokens}: at least one page"
+    return ""
+
+
+def _text(value: Any) -> str:
+    if value is None or value == "":
+        return "none" if value is None else "''"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return json.dumps(value, default=str, sort_keys=True)
+    text = str(value)
+    # One option stays one line, and its reason can't be taken for a part of its value.
+    return text if text.isprintable() and "#" not in text and text == text.strip() else repr(text)
+
+
+def _spread_extra_config(config: HiCacheConfig) -> HiCacheConfig:
+    """Moves the prefetch options that SGLang takes from the extra config into their fields (case 61)."""
+    extra = parse_extra_config(config.hicache_storage_backend_extra_config)
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
+    moved = {name: extra.pop(name) for name in PREFETCH_KEYS if name in extra}
+    for name, value in moved.items():
+        own = getattr(config, name)
+        if own not in (defaults[name], value):
+            raise ConfigError(
+                f"{name} is {own!r}, and {value!r} in hicache_storage_backend_extra_config; give it only once"
+            )
+    return dataclasses.replace(config, hicache_storage_backend_extra_config=extra, **moved)
+
+
+def _found_device(capabilities: Capabilities) -> str:
+    if capabilities.cuda:
+        return "cuda"
+    return "npu" if capabilities.npu else "cpu"
+
+
+Rule = Callable[["HiCacheConfig", Capabilities], Iterator[Adjustment]]
+
+
+def _npu(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
+    if config.device != "npu":
+        return
+    if config.hicache_io_backend != "kernel_ascend":
+        reason = "an NPU moves pages with kernel_ascend only"
+        yield Adjustment("hicache_io_backend", config.hicache_io_backend, "kernel_ascend", reason)
+    layout = "page_first_kv_split" if config.attention == "mla" else "page_first_direct"
+    if config.hicache_mem_layout != layout:
+        reason = f"on an NPU the {config.attention} pools use {layout}"
+        yield Adjustment("hicache_mem_layout", config.hicache_mem_layout, layout, reason)
+
+
+def _page_first_direct_needs_direct(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
+    if config.hicache_mem_layout == "page_first_direct" and config.hicache_io_backend == "kernel":
+        reason = "the kernel backend can't move the page_first_direct layout"
+        yield Adjustment("hicache_io_backend", "kernel", "direct", reason)
+
+
+def _flash_attention_3(config: HiCacheConfig, capabilities: Capabilities) -> Iterator[Adjustment]:
+    """Case 60: FA3 decoding reads the KV buffers in a way that the kernel backend does not provide for."""
+    decode = config.decode_attention_backend or config.attention_backend
+    if config.hicache_io_backend != "kernel" or decode != "fa3":
+        return
+    if config.decode_attention_backend == "fa3":
+        reason = "fa3 decoding does not work with the kernel backend"
+        yield Adjustment("hicache_io_backend", "kernel", "direct", reason)
+        return
+    preferred = capabilities.sm100 if config.attention == "mla" else capabilities.flashinfer
+    reason = "fa3 decoding does not work with the kernel backend, which is kept"
+    yield Adjustment("decode_attention_backend", None, "flashinfer" if preferred else "triton", reason)
+
+
+def _mooncake_needs_whole_pages(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
+    layout = {"kernel": "page_first", "direct": "page_first_direct"}.get(config.hicache_io_backend)
+    if config.hicache_storage_backend == "mooncake" and config.hicache_mem_layout == "layer_first" and layout:
+        reason = "mooncake stores a page as one run of bytes, which layer_first does not have"
+        yield Adjustment("hicache_mem_layout", "layer_first", layout, reason)
+
+
+def _direct_needs_page_first_direct(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
+    if config.hicache_io_backend == "direct" and config.hicache_mem_layout == "page_first":
+        reason = "the direct backend can't move the page_first layout"
+        yield Adjustment("hicache_mem_layout", "page_first", "page_first_direct", reason)
+
+
+# In this order, as SGLang does: what a rule changes, the later ones see.
+_RULES: tuple[Rule, ...] = (
+    _npu,
+    _page_first_direct_needs_direct,
+    _flash_attention_3,
+    _mooncake_needs_whole_pages,
+    _direct_needs_page_first_direct,
+)
+
+
+LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
+    "kernel": ("layer_first", "page_first", "page_head"),
+    "direct": ("layer_first", "page_first_direct"),
+    "kernel_ascend": ("page_first_direct", "page_first_kv_split"),
+}
+"""Layouts each I/O backend can move (article 5.4)."""
+
+
+def check(config: HiCacheConfig, *, cuda: bool, npu: bool) -> None:
+    """Raises ConfigError when the options, already adjusted, can't work together or not on this machine."""
+    _check_cache(config)
+    _check_device(config, cuda, npu)
+    _check_layout(config)
+    _check_parallel_shape(config)
+    _check_storage(config)
+    _check_time_limits(config)
+
+
+def _check_cache(config: HiCacheConfig) -> None:
+    if not config.enable_hierarchical_cache:
+        raise ConfigError(
+            "enable_hierarchical_cache is false: hicache_ray is the hierarchical cache; leave it true, or use the "
+            "engine's own prefix cache"
+        )
+    if config.disable_radix_cache:
+        raise ConfigError(
+            "disable_radix_cache is true: the hierarchical cache is a radix cache over three tiers and can't work "
+            "without it; leave it false"
+        )
+    if config.l1_tokens < config.page_size:
+        raise ConfigError(f"l1_tokens is {config.l1_tokens}: no page of page_size {config.page_size} fits; raise it")
+
+
+def _check_device(config: HiCacheConfig, cuda: bool, npu: bool) -> None:
+    if config.device == "cuda" and not cuda:
+        raise ConfigError("device is cuda, but torch sees no CUDA device here; use cpu or auto")
+    if config.device == "npu" and not npu:
+        raise ConfigError("device is npu, but torch sees no NPU here; use cpu or auto")
+    if config.collective_backend == "nccl" and not cuda:
+        raise ConfigError("collective_backend is nccl, but torch sees no CUDA device here; use hicache or gloo")
+
+
+def _check_layout(config: HiCacheConfig) -> None:
+    backend, layout = config.hicache_io_backend, config.hicache_mem_layout
+    if layout not in LAYOUTS_OF[backend]:
+        raise ConfigError(
+            f"hicache_io_backend {backend} can't move hicache_mem_layout {layout}; "
+            f"with {backend} use {' or '.join(LAYOUTS_OF[backend])}"
+        )
+    if backend == "kernel_ascend" and config.device != "npu":
+        raise ConfigError(f"hicache_io_backend kernel_ascend needs an NPU, device is {config.device}; use kernel")
+    if layout == "page_head" and config.attention == "mla":
+        raise ConfigError("hicache_mem_layout page_head sorts a page by heads, and mla has none; use page_first")
+    if layout == "page_first_kv_split" and config.attention == "mla" and config.hicache_storage_backend:
+        raise ConfigError(
+            "hicache_mem_layout page_first_kv_split keeps an mla page in two parts of different size, which no storage "
+            "backend takes; use page_first_direct"
+        )
+
+
+def _check_parallel_shape(config: HiCacheConfig) -> None:
+    if config.pp_rank >= config.pp_size:
+        raise ConfigError(f"pp_rank is {config.pp_rank} of pp_size {config.pp_size}; ranks run from 0 to size - 1")
+    if config.pp_size > config.layers:
+        raise ConfigError(f"pp_size is {config.pp_size} for {config.layers} layers; each stage needs a layer")
+    if config.enable_dp_attention and config.tp_size % config.dp_size:
+        raise ConfigError(
+            f"enable_dp_attention splits tp_size {config.tp_size} into dp_size {config.dp_size} groups, which does not "
+            f"divide; use a tp_size that is a multiple"
+        )
+    ranks = config.attention_tp_size
+    if config.attention == "mha" and config.heads % ranks and ranks % config.heads:
+        raise ConfigError(f"heads is {config.heads} for {ranks} tensor-parallel ranks; one must divide the other")
+
+
+def _check_storage(config: HiCacheConfig) -> None:
+    extra = config.hicache_storage_backend_extra_config
+    options = extra if isinstance(extra, Mapping) else {}
+    if config.storage_replicas > config.storage_actors:
+        raise ConfigError(
+            f"storage_replicas is {config.storage_replicas}, but storage_actors is {config.storage_actors}: "
+            f"each copy needs its own actor"
+        )
+    if config.hicache_storage_backend == "file" and options.get("key_style") == "sglang" and config.pp_size > 1:
+        raise ConfigError(
+            f"key_style sglang of the file backend has no pipeline stage in its keys, so the {config.pp_size} stages "
+            f"of pp_size would overwrite each other; use the default key_style"
+        )
+    if config.hicache_storage_backend == "dynamic":
+        missing = [name for name in ("backend_name", "module_path", "class_name") if name not in options]
+        if missing:
+            raise ConfigError(
+                f"hicache_storage_backend dynamic needs {', '.join(missing)} in hicache_storage_backend_extra_config"
+            )
+
+
+def _check_time_limits(config: HiCacheConfig) -> None:
+    if config.step_timeout <= config.collective_timeout:
+        raise ConfigError(
+            f"step_timeout is {config.step_timeout:g} s, collective_timeout {config.collective_timeout:g} s: a step "
+            f"holds a reduction, so its limit must be the longer one"
+        )

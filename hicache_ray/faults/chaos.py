@@ -1,0 +1,239 @@
+"""A service under a fault plan: serves verified requests, breaks things, and says what came of it.
+
+report = run_chaos(ChaosSettings(minutes=1, seed=3), plan=None)   # None: kills, drawn from the seed
+assert not report.wrongs
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hicache_ray.actors.group import TPGroup
+from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.faults.audit import audit
+from hicache_ray.faults.client import ChaosClient, ChatSource
+from hicache_ray.faults.plan import CORRUPT, Action, FaultPlan
+from hicache_ray.faults.report import Audit, ChaosReport
+from hicache_ray.faults.service import ServiceFaults, processes_of
+from hicache_ray.faults.watch import ChaosWatch
+from hicache_ray.replay.chat import ChatSpec
+from hicache_ray.replay.run import ENGINE
+from hicache_ray.replay.settings import ReplaySettings, replay_config
+from hicache_ray.replay.workload import load_workload
+from hicache_ray.service import RayStart, Service, start
+
+logger = logging.getLogger("hicache_ray.faults.chaos")
+
+DRAIN_SECONDS = 60.0
+"""After the last fault: until everything is healed, and then until every request has ended."""
+HUNG_SECONDS = 60.0
+"""Beyond its deadline and a heal, what a step may take before it counts as hung."""
+
+
+@dataclass(frozen=True)
+class ChaosSettings:
+    """A run under faults.
+
+    Attributes:
+        minutes: how long faults happen.
+        seed: of the workload, and of a drawn plan.
+        period: seconds between the faults of a drawn plan.
+        kinds: weights of the kinds of a drawn plan.
+        tp, instances, storage_actors, replicas: the service.
+        attention: "mha" or "mla".
+        concurrency: most requests of an instance in flight.
+        chat: shape of the workload, as for a replay.
+        heal_limit: seconds within which everything has to work again.
+        deadlines: options of the service by name, on top of short ones.
+    """
+
+    minutes: float = 1.0
+    seed: int = 0
+    period: float = 5.0
+    kinds: Mapping[str, float] = field(default_factory=lambda: {"kill": 1.0})
+    tp: int = 2
+    instances: int = 1
+    storage_actors: int = 2
+    replicas: int = 1
+    attention: str = "mha"
+    concurrency: int = 4
+    chat: str = "chat:sessions=24,turns=5,system=96,turn=24,answer=24"
+    heal_limit: float = 15.0
+    deadlines: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """How long faults happen."""
+        return 60.0 * self.minutes
+
+
+SHORT_DEADLINES = {"step_timeout": 6.0, "collective_timeout": 3.0, "storage_timeout": 3.0}
+
+
+def chaos_config(settings: ChaosSettings) -> HiCacheConfig:
+    """The service's configuration: tiers so small that pages move through all of them."""
+    workload = load_workload(settings.chat, seed=settings.seed)
+    longest = -(-workload.longest // 16) * 16
+    sizes = ReplaySettings(
+        tp=settings.tp,
+        attention=settings.attention,
+        l1_tokens=longest * (settings.concurrency + 1),
+        l2_tokens=longest * (settings.concurrency + 1) * 3,
+        l3_bytes=settings.storage_actors * (32 << 20),
+        storage_actors=settings.storage_actors,
+        prefetch_policy="wait_complete",
+        others={"storage_replicas": settings.replicas, **SHORT_DEADLINES, **settings.deadlines},
+    )
+    return replay_config(sizes, workload, storage_backend="ray")
+
+
+def run_chaos(
+    settings: ChaosSettings,
+    plan: FaultPlan | None = None,
+    *,
+    ray_start: RayStart | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ChaosReport:
+    """Starts a service, serves a chat under faults, waits until everything is healed, and audits it.
+
+    Args:
+        settings: of the run.
+        plan: what happens; None: drawn from the seed.
+        ray_start: how Ray is started where none runs.
+        progress: told each fault as it happens, in words.
+
+    Raises:
+        FaultPlanError: the plan is about processes that are not there.
+        ServiceError, GroupError: the service did not come up.
+    """
+    service = start(chaos_config(settings), name=f"chaos-{uuid.uuid4().hex[:8]}", ray_start=ray_start)
+    try:
+        groups = {
+            name: service.group(name, engine=ENGINE)
+            for name in (f"instance-{number}" for number in range(settings.instances))
+        }
+        return _Run(settings, service, groups, plan, progress or (lambda text: None)).run()
+    finally:
+        service.stop()
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: ChaosSettings,
+        service: Service,
+        groups: Mapping[str, TPGroup],
+        plan: FaultPlan | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.settings = settings
+        self.service = service
+        self.groups = groups
+        who = processes_of(service)
+        drawn = plan or FaultPlan.random(
+            who, settings.seconds, seed=settings.seed, period=settings.period, kinds=settings.kinds
+        )
+        self.faults = ServiceFaults(service, drawn)
+        self.actions = self.faults.plan.actions(who, settings.seconds)
+        self.watch = ChaosWatch(self.faults)
+        self.progress = progress
+        self._end = threading.Event()
+        source = ChatSource(ChatSpec.parse(settings.chat), settings.seed)
+        limit = service.config.step_timeout + settings.heal_limit + HUNG_SECONDS
+        self.clients = [
+            ChaosClient(
+                name,
+                group,
+                source,
+                concurrency=settings.concurrency,
+                step_limit=limit,
+                stepped=self.watch.stepped,
+            )
+            for name, group in groups.items()
+        ]
+        for name, group in groups.items():
+            tell_when_noticed(group, lambda name=name: self.watch.noticed(name))  # type: ignore[misc]
+
+    def run(self) -> ChaosReport:
+        began = self.faults.started = time.time()
+        self.watch.start()
+        for client in self.clients:
+            client.start()
+        try:
+            self._break_things(began)
+            self.faults.end()
+            self.watch.take_firings()
+            self._wait(lambda: not self.watch.unhealed())
+            unended = self._drain()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self.watch.stop()
+            self.faults.remove()
+        hung = [client for client in self.clients if client.is_alive()]
+        for client in hung:
+            client.outcomes.hung += 1
+        whole = not any(record.kind == CORRUPT for record in self.watch.records)
+        found = Audit() if hung else audit(self.service, self.groups, self.settings.seed, read_pages=whole)
+        return ChaosReport(
+            plan=self.faults.plan,
+            records=sorted(self.watch.records, key=lambda record: record.at),
+            outcomes=[client.outcomes for client in self.clients],
+            audit=found,
+            began=began,
+            seconds=self.settings.seconds,
+            heal_limit=self.settings.heal_limit,
+            unended=unended,
+            settings=asdict(self.settings),
+        )
+
+    def _break_things(self, began: float) -> None:
+        """What is done from outside, at its time; faults at points happen by themselves meanwhile."""
+        for action in self.actions:
+            self._end.wait(max(0.0, began + action.at - time.time()))
+            self._do(action)
+        self._end.wait(max(0.0, began + self.settings.seconds - time.time()))
+
+    def _do(self, action: Action) -> None:
+        process = self.watch.processes.get(action.who)
+        if process is None or not self.faults.carry_out(action, process):
+            self.progress(f"{action.at:7.1f} s  {action.kind} {action.who}: it is away already")
+            return
+        self.watch.happened(action.fault, action.kind, action.who, "", time.time(), process.pid)
+        self.progress(f"{action.at:7.1f} s  {action.kind} {action.who} (process {process.pid})")
+
+    def _drain(self) -> int:
+        """Lets every request end; how many did not."""
+        for client in self.clients:
+            client.drain()
+        self._wait(lambda: not any(client.is_alive() for client in self.clients))
+        return sum(client.unended for client in self.clients if client.is_alive())
+
+    def _abandon(self) -> None:
+        """Nobody may step a group while its service is stopped."""
+        for client in self.clients:
+            client.leave(self.service.config.step_timeout)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while not condition() and time.monotonic() < deadline:
+            self._end.wait(0.05)
+
+
+def tell_when_noticed(group: TPGroup, noticed: Callable[[], None]) -> None:
+    """Calls `noticed` each time a step of the group finds it broken, before it is rebuilt."""
+    heal = group.healer
+    assert heal is not None, "a group under faults needs a healer"
+
+    def healer(seen: int) -> tuple[int, Sequence[int]]:
+        noticed()
+        return heal(seen)
+
+    group.healer = healer

@@ -1,0 +1,232 @@
+"""Carries out a fault plan at the points of one process.
+
+with injected(FaultPlan.parse({"faults": [{"kind": "drop", "who": "rank 0", "point": "storage.batch_get_v1"}]})):
+    ...  # the first read from L3 fails
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from hicache_ray import faultpoints
+from hicache_ray.faultpoints import InjectedFault, Views
+from hicache_ray.faults.plan import (
+    ALLOC_FAIL,
+    CORRUPT,
+    DROP,
+    HANG,
+    KILL,
+    OOM,
+    PARTITION,
+    RANK,
+    SHORT_READ,
+    SLOW,
+    STALE_EXISTS,
+    Fault,
+    FaultPlan,
+    Identity,
+)
+
+Clock = Callable[[], float]
+
+
+class Firing(NamedTuple):
+    """One time that a fault of a plan happened. `at`: seconds since the epoch."""
+
+    fault: int
+    who: str
+    kind: str
+    point: str
+    at: float
+    pid: int
+
+
+def end_process(number: int) -> None:
+    """Sends this process a signal that ends or stops it."""
+    os.kill(os.getpid(), number)
+
+
+class PlanInjector:
+    """A plan's faults about one process.
+
+    Args:
+        plan: resolved: nothing in it is left to be drawn but probabilities and bytes.
+        who: the process this is.
+        started: when the plan began, by `clock`; the process may have begun later.
+        spent: how often each fault happened to this process's predecessors, by number.
+        note: told of each firing before its effect: the effect may be the last thing that happens here.
+        end: ends or stops the process with a signal.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        plan: FaultPlan,
+        who: Identity,
+        *,
+        started: float | None = None,
+        spent: Mapping[int, int] | None = None,
+        note: Callable[[Firing], None] | None = None,
+        end: Callable[[int], None] = end_process,
+        clock: Clock = time.time,
+    ) -> None:
+        self.firings: list[Firing] = []
+        self._who = who
+        self._clock = clock
+        self._started = clock() if started is None else started
+        self._note = note or self.firings.append
+        self._end = end
+        self._lock = threading.Lock()
+        self._steps = 0
+        self._armed = [
+            _Armed(number, fault, f"{plan.seed} {number} {who}", (spent or {}).get(number, 0))
+            for number, fault in enumerate(plan.faults)
+            if fault.can_hit(who) and not fault.outside
+        ]
+        self._at = {point: [armed for armed in self._armed if armed.fault.is_at(point)] for point in faultpoints.POINTS}
+
+    @property
+    def counts(self) -> Counter[int]:
+        """How often each fault has happened, its predecessors' times included."""
+        return Counter({armed.number: armed.fired for armed in self._armed})
+
+    def reach(self, point: str, peer: str) -> None:
+        """See `faultpoints.Injector`."""
+        if self.fails(point, peer):
+            raise InjectedFault(f"{point} fails in {self._who}: a fault plan wants it")
+
+    def fails(self, point: str, peer: str) -> bool:
+        """See `faultpoints.Injector`."""
+        if point == "rank.step":
+            self._steps += 1
+        lost = False
+        for armed in self._due(point, peer):
+            lost = self._happen(armed.fault, point) or lost
+        return lost
+
+    def answered(self, point: str, asked: int, answer: Any) -> Any:
+        """See `faultpoints.Injector`."""
+        for armed in self._due(point, "", (SHORT_READ, STALE_EXISTS)):
+            if armed.fault.kind == STALE_EXISTS:
+                answer = asked
+            elif answer:
+                answer = [*answer[:-1], False]
+        return answer
+
+    def damage(self, point: str, pages: Callable[[], Views]) -> None:
+        """See `faultpoints.Injector`."""
+        for armed in self._due(point, "", (CORRUPT,)):
+            views = pages()
+            if len(views):
+                _flip(views[armed.rng.randrange(len(views))], armed.rng)
+
+    def _due(self, point: str, peer: str, kinds: tuple[str, ...] = ()) -> list[_Armed]:
+        """The faults that happen here and now; each is noted. `kinds` selects those that change an answer."""
+        armed_here = self._at.get(point)
+        if not armed_here:
+            return []
+        now, due = self._clock(), []
+        with self._lock:
+            for armed in armed_here:
+                answering = armed.fault.kind in (SHORT_READ, STALE_EXISTS, CORRUPT)
+                if answering != bool(kinds) or (kinds and armed.fault.kind not in kinds):
+                    continue
+                if not armed.reaches(peer):
+                    continue
+                if armed.in_window(now):
+                    due.append(armed)
+                elif armed.happens(self._steps, now - self._started, now):
+                    self._note(Firing(armed.number, str(self._who), armed.fault.kind, point, now, os.getpid()))
+                    due.append(armed)
+        return due
+
+    def _happen(self, fault: Fault, point: str) -> bool:
+        """Carries a fault out; True when the caller has to fail."""
+        if fault.kind == KILL:
+            self._end(signal.SIGKILL)
+        elif fault.kind == HANG and fault.seconds is None:
+            self._end(signal.SIGSTOP)
+        elif fault.kind in (HANG, SLOW):
+            threading.Event().wait(fault.seconds)
+        elif fault.kind == OOM:
+            raise MemoryError(f"no memory at {point} in {self._who}: a fault plan wants it")
+        return fault.kind in (DROP, PARTITION, ALLOC_FAIL)
+
+
+class _Armed:
+    """A fault and how often it happened here."""
+
+    def __init__(self, number: int, fault: Fault, seed: str, spent: int) -> None:
+        self.number = number
+        self.fault = fault
+        self.rng = random.Random(seed)
+        self.fired = spent
+        self._turns = spent
+        self._calls = 0
+        self._until = 0.0
+
+    def reaches(self, peer: str) -> bool:
+        """Counts a call, where it is one to the fault's peer."""
+        if peer and not fnmatchcase(peer, self.fault.peer):
+            return False
+        self._calls += 1
+        return True
+
+    def in_window(self, now: float) -> bool:
+        """Whether a partition that began is still on."""
+        return now < self._until
+
+    def happens(self, steps: int, seconds: float, now: float) -> bool:
+        """Whether it happens this time; counts it when it does."""
+        fault = self.fault
+        if fault.limit and self.fired >= fault.limit:
+            return False
+        reached, first = self._calls, fault.call or 1
+        if fault.step is not None:
+            reached, first = steps, fault.step
+        value = float(reached)
+        start: float = first
+        if fault.time is not None:
+            value, start = seconds, fault.time
+        if value < start + self._turns * (fault.every or 0):
+            return False
+        self._turns += 1
+        if self.rng.random() >= fault.probability:
+            return False
+        self.fired += 1
+        if fault.kind == PARTITION:
+            self._until = now + (fault.seconds or 0)
+        return True
+
+
+def _flip(view: Any, rng: random.Random) -> None:
+    """Flips one bit of a page, whatever its shape."""
+    at = tuple(rng.randrange(length) for length in view.shape)
+    view[at] ^= 1 << rng.randrange(8)
+
+
+@contextmanager
+def injected(plan: FaultPlan, who: str = f"{RANK} 0", **options: Any) -> Iterator[PlanInjector]:
+    """This process, as that one, under a plan; at the end its points are as they were.
+
+    Args:
+        plan: what happens.
+        who: which process of a service this one plays.
+        options: of `PlanInjector`.
+    """
+    identity, before = Identity.parse(who), faultpoints.installed()
+    injector = PlanInjector(plan.resolved([identity], partial=True), identity, **options)
+    faultpoints.install(injector)
+    try:
+        yield injector
+    finally:
+        faultpoints.install(before)

@@ -1,0 +1,270 @@
+"""A fault plan on a running service: the plan goes into every actor, and what is done from outside is done.
+
+faults = ServiceFaults(service, plan)
+faults.install()       # again whenever actors may have been restarted: they come up without the plan
+...
+faults.remove()
+
+Keeps a plan going on a service: what is done from outside is done in time, restarted actors get the plan again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hicache_ray import faultpoints
+from hicache_ray.actors.directory import RAY_NAMESPACE, group_name, rank_name, supervisor_name
+from hicache_ray.faults.injector import Firing, PlanInjector
+from hicache_ray.faults.plan import KILL, RANK, STORAGE, SUPERVISOR, Action, FaultPlan, Identity
+from hicache_ray.service import Service
+from hicache_ray.storage.pool.options import actor_name
+
+logger = logging.getLogger("hicache_ray.faults.service")
+
+KV_NAMESPACE = b"hicache_ray.faults"
+CALL_SECONDS, REMOVE_SECONDS = 2.0, 30.0
+_BESIDE = {RANK: "health", STORAGE: "ctl", SUPERVISOR: "status"}
+"""Concurrency group in which an actor of each role answers beside its work."""
+
+
+_ACTORS = (b"ray::RankServer", b"ray::StorageActor", b"ray::SupervisorServer")
+"""How the processes of a service call themselves: no other process is ever sent a signal."""
+
+
+class Process(NamedTuple):
+    """Where a process of the service is now."""
+
+    pid: int
+    node_id: str
+
+
+class ServiceFaults:
+    """A plan on the actors of a service: its groups' ranks, its storage actors, its supervisor.
+
+    Args:
+        service: whose actors.
+        plan: what happens; it begins when this object is made.
+    """
+
+    def __init__(self, service: Service, plan: FaultPlan) -> None:
+        self.who = processes_of(service)
+        self.plan = plan.resolved(self.who)
+        self.started = time.time()
+        self._service = service
+        self._ended = False
+        self._id = uuid.uuid4().hex[:12]
+
+    def install(self, seconds: float = CALL_SECONDS) -> dict[Identity, Process]:
+        """Has every actor that answers within so many seconds carry out the plan; those that do already are asked
+        where they are. Faults that happened to an actor before it was restarted count. After `end` the actors only say
+        where they are."""
+        if self._ended:
+            return self._places({one: self.call(one, _remove) for one in self.who}, seconds)
+        spent = self._spent()
+        mapping = self.plan.as_mapping()
+        calls = {
+            one: self.call(one, _install, self._id, mapping, str(one), self.started, spent.get(str(one), {}))
+            for one in self.who
+        }
+        return self._places(calls, seconds)
+
+    def end(self, seconds: float = REMOVE_SECONDS) -> None:
+        """Ends the plan in every actor that answers in time; `firings` still tells what happened."""
+        self._ended = True
+        self.answers({one: self.call(one, _remove) for one in self.who}, seconds)
+
+    def remove(self, seconds: float = REMOVE_SECONDS) -> None:
+        """Ends the plan, and forgets what happened."""
+        self.end(seconds)
+        _internal_kv_del(self._id.encode(), del_by_prefix=True, namespace=KV_NAMESPACE)
+
+    def firings(self) -> list[Firing]:
+        """What has happened so far at the actors' points, and what was noted, in order of time."""
+        found = []
+        for key in _internal_kv_list(f"{self._id}/".encode(), namespace=KV_NAMESPACE):
+            value = _internal_kv_get(key, namespace=KV_NAMESPACE)
+            if value is not None:
+                found.append(Firing(*msgpack.unpackb(value)))
+        return sorted(found, key=lambda firing: firing.at)
+
+    def carry_out(self, action: Action, process: Process) -> bool:
+        """Does something to a process from outside: SIGKILL, or SIGSTOP with SIGCONT `action.seconds` later.
+
+        Returns:
+            Whether the process was there.
+        """
+        number = signal.SIGKILL if action.kind == KILL else signal.SIGSTOP
+        return signal_process(process, number, resume_after=action.seconds)
+
+    def note(self, firing: Firing) -> None:
+        """Adds to `firings` what was done from outside."""
+        _write(self._id, firing)
+
+    def call(self, one: Identity, function: Any, *arguments: Any) -> Any:
+        """Begins `function(actor's instance, *arguments)` in an actor beside its work; None where there is no actor."""
+        handle = self.handle(one)
+        if handle is None:
+            return None
+        method = handle.__ray_call__.options(concurrency_group=_BESIDE[one.role])
+        return method.remote(function, *arguments)
+
+    def answers(self, calls: Mapping[Identity, Any], seconds: float) -> dict[Identity, Any]:
+        """What those answered that did within so many seconds."""
+        refs = {ref: one for one, ref in calls.items() if ref is not None}
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=seconds) if refs else ([], [])
+        answers = {}
+        for ref in done:
+            try:
+                answers[refs[ref]] = ray.get(ref, timeout=CALL_SECONDS)
+            except (RayError, GetTimeoutError) as error:
+                logger.debug("%s does not answer: %s", refs[ref], error)
+        return answers
+
+    def handle(self, one: Identity) -> Any:
+        """The actor of that name, None when there is none."""
+        service = self._service
+        names = {
+            RANK: rank_name(group_name(service.name, one.group), one.number),
+            SUPERVISOR: supervisor_name(service.name),
+            STORAGE: actor_name(f"{service.storage.handle.name}-{one.number}") if service.storage else "",
+        }
+        try:
+            return ray.get_actor(names[one.role], namespace=RAY_NAMESPACE)
+        except ValueError:
+            return None
+
+    def _places(self, calls: Mapping[Identity, Any], seconds: float) -> dict[Identity, Process]:
+        return {one: Process(*answer) for one, answer in self.answers(calls, seconds).items()}
+
+    def _spent(self) -> dict[str, Counter[int]]:
+        spent: dict[str, Counter[int]] = {}
+        for firing in self.firings():
+            spent.setdefault(firing.who, Counter())[firing.fault] += 1
+        return spent
+
+
+def processes_of(service: Service) -> list[Identity]:
+    """The processes of a service: ranks by group, storage actors, the supervisor."""
+    ranks = [Identity(RANK, rank, group) for group in service.groups for rank in range(service.config.tp_size)]
+    members = service.storage.membership.members if service.storage is not None else ()
+    storage = [Identity(STORAGE, int(member.rpartition("-")[2])) for member in members]
+    return [*ranks, *storage, Identity(SUPERVISOR)]
+
+
+def signal_process(process: Process, number: int, *, resume_after: float | None = None) -> bool:
+    """Sends a signal to a Ray worker process on whatever node it is; True when it was there."""
+    arguments = (process.pid, int(number), resume_after)
+    if process.node_id == ray.get_runtime_context().get_node_id():
+        return _signal_worker(*arguments)
+    strategy = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(_signal_worker).options(scheduling_strategy=strategy)
+    try:
+        return bool(ray.get(task.remote(*arguments), timeout=10.0))
+    except (RayError, GetTimeoutError) as error:
+        logger.warning("process %d on node %s could not be reached: %s", process.pid, process.node_id, error)
+        return False
+
+
+def _signal_worker(pid: int, number: int, resume_after: float | None) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if not any(name in command for name in _ACTORS):
+            return False
+        os.kill(pid, number)
+    except OSError:
+        return False
+    if resume_after is not None:
+        # By a process of its own: the one that stopped it may be busy, or end, before that.
+        subprocess.run(["sh", "-c", f"(sleep {resume_after:.3f}; kill -CONT {pid}) >/dev/null 2>&1 &"], check=True)
+    return True
+
+
+def _install(
+    actor: Any, plan_id: str, mapping: dict[str, Any], who: str, started: float, spent: Counter[int]
+) -> tuple[int, str]:
+    """Runs in the actor."""
+    injector = faultpoints.installed()
+    if not (isinstance(injector, _Noted) and injector.plan_id == plan_id):
+        identity = Identity.parse(who)
+        plan = FaultPlan.parse(mapping)
+        faultpoints.install(_Noted(plan_id, plan, identity, started=started, spent=spent))
+    return _place()
+
+
+def _remove(actor: Any) -> tuple[int, str]:
+    """Runs in the actor."""
+    faultpoints.install(None)
+    return _place()
+
+
+def _place() -> tuple[int, str]:
+    return os.getpid(), ray.get_runtime_context().get_node_id()
+
+
+class _Noted(PlanInjector):
+    """Notes firings in Ray's internal KV, where they outlive the process."""
+
+    def __init__(self, plan_id: str, plan: FaultPlan, who: Identity, **options: Any) -> None:
+        super().__init__(plan, who, note=self._write, **options)
+        self.plan_id = plan_id
+
+    def _write(self, firing: Firing) -> None:
+        _write(self.plan_id, firing)
+
+
+def _write(plan_id: str, firing: Firing) -> None:
+    key = f"{plan_id}/{firing.fault}/{firing.who}/{firing.at:.6f}"
+    _internal_kv_put(key.encode(), msgpack.packb(list(firing)), namespace=KV_NAMESPACE)
+
+
+PERIOD = 0.25
+HORIZON_SECONDS = 3600.0
+
+
+class FaultRunner:
+    """Runs beside a test, from `start` to `stop`; the plan's time begins with `start`."""
+
+    def __init__(self, faults: ServiceFaults) -> None:
+        self.faults = faults
+        self._actions = faults.plan.actions(faults.who, HORIZON_SECONDS)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hicache-faults", daemon=True)
+        self._processes: dict[Identity, Process] = {}
+
+    def start(self) -> None:
+        """Begin; the plan is in every actor when this returns."""
+        self.faults.started = time.time()
+        self._processes = self.faults.install(30.0)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the plan, here and in the actors."""
+        self._stopped.set()
+        self._thread.join(10.0)
+        self.faults.remove()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(PERIOD):
+            self._processes.update(self.faults.install(1.0))
+            while self._actions and time.time() >= self.faults.started + self._actions[0].at:
+                action = self._actions.pop(0)
+                process = self._processes.get(action.who)
+                at = time.time()
+                if process is not None and self.faults.carry_out(action, process):
+                    self.faults.note(Firing(action.fault, str(action.who), action.kind, "", at, process.pid))

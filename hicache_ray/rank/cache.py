@@ -1,0 +1,475 @@
+"""HiRadixCache: one rank of the hierarchical cache, without Ray (DESIGN 1 to 5).
+
+An engine embeds it in its worker process and calls `step` once per scheduling iteration with a reducer over its
+ranks; a Ray service runs the same class in an actor. Control (`TieredIndex`, metadata) and data (`TransferController`,
+bytes) meet only here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hicache_ray import faultpoints
+from hicache_ray.config.config import prefetch_timeout_per_page
+from hicache_ray.index import Match, TieredIndex
+from hicache_ray.radix.key import Key
+from hicache_ray.rank.audit import PoolLedger, audit
+from hicache_ray.rank.control import carry_out
+from hicache_ray.rank.l3 import PreparedStores, StorageFactory
+from hicache_ray.rank.prefetch import NO_PAGES, Prefetcher, PrefetchPolicy
+from hicache_ray.rank.request import Forward, Request, check_step
+from hicache_ray.rank.step import (
+    NEXT_STEP,
+    Admit,
+    Admitted,
+    Chunk,
+    Chunked,
+    Finish,
+    Finished,
+    Peek,
+    Peeked,
+    Polled,
+    Progress,
+    Scheduled,
+    StepAnswer,
+    StepRequest,
+)
+from hicache_ray.rank.transfers import NO_CONSUMER, TransferController
+from hicache_ray.storage.base import HiCacheStorage
+
+logger = logging.getLogger("hicache_ray.rank.cache")
+
+TOKENS_PER_KI = 1024
+
+Reducer = Callable[[np.ndarray], np.ndarray]
+"""MIN over all ranks of an int64 vector; every rank calls it once a step."""
+
+
+def alone(vector: np.ndarray) -> np.ndarray:
+    """The reducer of a group of one rank."""
+    return vector
+
+
+class _Sources(NamedTuple):
+    """Pages of a prompt's prefix by where they came from."""
+
+    device: int
+    host: int
+    storage: int
+
+
+class HiRadixCache:
+    """One rank: L1 and L2 pools, the tree replica over them, transfers in flight, and the requests it serves.
+
+    Not thread-safe: one thread steps it. Its own background threads only move bytes and report progress.
+
+    Args:
+        index: the control half.
+        controller: the data half, over pools of the same sizes.
+        prefetch_policy: when to ask L3 and how long to wait.
+        rank: this rank's number in its group.
+        generation: number of the group's current incarnation.
+        make_storage: makes a backend by name and options, for `attach_backend`.
+    """
+
+    def __init__(
+        self,
+        index: TieredIndex,
+        controller: TransferController,
+        prefetch_policy: PrefetchPolicy,
+        *,
+        rank: int = 0,
+        generation: int = 0,
+        make_storage: StorageFactory | None = None,
+    ) -> None:
+        self.index = index
+        self.controller = controller
+        self.prefetcher = Prefetcher(index, controller, prefetch_policy)
+        self.rank = rank
+        self.generation = generation
+        self.backend_name: str | None = None
+        self.stores = PreparedStores(make_storage, controller.host_pool)
+        self._backend_options: dict[str, Any] = {}
+        self._pass_prefix_hashes = False
+        self.requests: dict[str, Request] = {}
+        self.forward = Forward((), NO_CONSUMER)
+        self.next_step = 0
+        self._acknowledged = {"writes": 0, "loads": 0, "backups": 0}
+        self._base = self._done()
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.index.page_size
+
+    @property
+    def backend_options(self) -> Mapping[str, Any]:
+        """What the attached backend was made from; empty where none is attached."""
+        return self._backend_options
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def step(self, request: StepRequest, reduce: Reducer = alone) -> StepAnswer:
+        """One scheduling iteration: exactly one reduction, whatever the request holds.
+
+        Raises:
+            RequestError: the request names something in a state in which that can't be done; nothing was applied.
+            DesyncError: the ranks are not at the same point.
+            CopyError: a copy between L1 and L2 failed; the rank must end.
+        """
+        began = time.perf_counter()
+        if request.step == NEXT_STEP:
+            request = replace(request, step=self.next_step)
+        progress = self.collect(request)
+        collected = time.perf_counter()
+        agreed = Progress.agreed(reduce(progress.vector()))
+        reduced = time.perf_counter()
+        answer = self.apply(request, agreed)
+        ended = time.perf_counter()
+        answer.timings_us["reduction"] = (reduced - collected) * 1e6
+        answer.timings_us["work"] = (collected - began + ended - reduced) * 1e6
+        return answer
+
+    def collect(self, request: StepRequest) -> Progress:
+        """Checks the request and takes this rank's local progress; changes nothing that is replicated."""
+        self.check(request)
+        self.prefetcher.mark_polled(request.polls)
+        return Progress(
+            generation=self.generation,
+            step=request.step,
+            digest=self.index.tree.digest(),
+            **{kind: done - self._base[kind] for kind, done in self._done().items()},
+            releases=self.prefetcher.releases_done,
+            prefetches=self.prefetcher.progress(),
+        )
+
+    def apply(self, request: StepRequest, agreed: Progress) -> StepAnswer:
+        """Applies the agreed progress, then the request's operations in message order, and begins the transfers."""
+        self._apply_progress(agreed)
+        for rid in request.aborts:
+            self.abort(rid)
+        finished = tuple(self.finish(finish) for finish in request.finishes)
+        chunked = tuple(self.chunk(chunk) for chunk in request.chunks)
+        controlled = tuple(carry_out(self, control) for control in request.controls)
+        admitted = tuple(self.admit(admit) for admit in request.admits)
+        polled = tuple(self.poll(rid) for rid in request.polls)
+        scheduled = tuple(self.schedule(rid) for rid in request.schedules)
+        peeked = tuple(self.peek(peek) for peek in request.peeks)
+        consumer = self.controller.carry_out(self.index.take_transfers())
+        running = (self.requests[row.rid] for row in scheduled if row.ok)
+        self.forward = Forward(tuple(running), consumer)
+        self.next_step = request.step + 1
+        return StepAnswer(
+            rank=self.rank,
+            step=request.step,
+            digest=self.index.tree.digest(),
+            admitted=admitted,
+            polled=polled,
+            scheduled=scheduled,
+            finished=finished,
+            chunked=chunked,
+            peeked=peeked,
+            controlled=controlled,
+        )
+
+    # -- the operations of a step ------------------------------------------------------------------------------------
+
+    def admit(self, admit: Admit) -> Admitted:
+        """Takes a request in: looks its prompt up and, where it pays, begins to fetch the rest from L3."""
+        tokens = np.frombuffer(admit.tokens, dtype="<u4")
+        key = self.key(tokens[: max(0, len(tokens) - 1)], admit)
+        match = self.index.match(key)
+        prefetch = self.prefetcher.begin(admit.rid, key, match)
+        self.requests[admit.rid] = Request(
+            rid=admit.rid,
+            tokens=tokens,
+            key=key,
+            namespace=admit.namespace,
+            priority=admit.priority,
+            max_new_tokens=admit.max_new_tokens,
+            prefetch=self.prefetcher.active.get(admit.rid),
+        )
+        return Admitted(admit.rid, match.device_pages * self.page_size, match.host_pages * self.page_size, prefetch)
+
+    def poll(self, rid: str) -> Polled:
+        """Whether a waiting request may be scheduled: its prefetch has ended, or it has none."""
+        request = self.requests[rid]
+        return Polled(rid, rid not in self.prefetcher.active, request.storage_pages * self.page_size)
+
+    def schedule(self, rid: str) -> Scheduled:
+        """Gives a waiting request its L1 pages: cached prefix, loaded-back prefix, and room for the rest."""
+        request = self.requests[rid]
+        self.prefetcher.cancel(rid)
+        match = self.index.match(request.key)
+        self.index.lock(match.device_node)
+        loads = match.host_pages and not faultpoints.fails("alloc.load")
+        loaded = self.index.load_back(match) if loads else None
+        node, prefix = match.device_node, self.index.device_value(match)
+        if loaded is not None:
+            self.index.lock(loaded.node)
+            self.index.unlock(match.device_node)
+            node, prefix = loaded.node, np.concatenate([prefix, loaded.device_pages])
+        wanted = self._pages_of(request) - len(prefix)
+        room = None if faultpoints.fails("alloc.device") else self.index.allocate(wanted)
+        if room is None:
+            self.index.unlock(node)
+            return Scheduled(rid, False, "no_room")
+        request.match, request.node = match, node
+        request.pages, request.prefix_pages = np.concatenate([prefix, room]), len(prefix)
+        return self._scheduled(request, match, len(prefix) - match.device_pages)
+
+    def finish(self, finish: Finish) -> Finished:
+        """Ends a running request: its full pages enter the tree, what is a duplicate or fills no page is given back."""
+        request = self.requests.pop(finish.rid)
+        assert request.node is not None
+        if not finish.insert:
+            self._give_back(request)
+            return Finished(finish.rid, 0, 0)
+        output = np.frombuffer(finish.output, dtype="<u4")
+        key = self.key(np.concatenate([request.tokens, output]), request)
+        kept = min(key.pages, len(request.pages))
+        inserted = self.index.insert(
+            key.prefix(kept), request.pages[:kept], match=request.match, priority=request.priority
+        )
+        self.index.unlock(request.node)
+        self.index.device.free(request.pages[request.prefix_pages : inserted.prefix_pages])
+        self.index.device.free(request.pages[kept:])
+        duplicates = max(0, inserted.prefix_pages - request.prefix_pages)
+        return Finished(finish.rid, kept * self.page_size, duplicates * self.page_size)
+
+    def chunk(self, chunk: Chunk) -> Chunked:
+        """Lets others share the computed part of a running request; it counts no hit and begins no write (case 22)."""
+        request = self.requests[chunk.rid]
+        assert request.node is not None and request.match is not None
+        key = self.key(request.tokens[: chunk.computed_tokens], request)
+        if key.pages <= request.prefix_pages:
+            return Chunked(chunk.rid, request.prefix_pages * self.page_size)
+        inserted = self.index.insert(
+            key, request.pages[: key.pages], match=request.match, priority=request.priority, chunked=True
+        )
+        self.index.lock(inserted.node)
+        self.index.unlock(request.node)
+        self.index.device.free(request.pages[request.prefix_pages : inserted.prefix_pages])
+        request.node = inserted.node
+        request.match = request.match._replace(
+            node=inserted.node, device_node=inserted.node, device_pages=key.pages, host_pages=0, key=key
+        )
+        request.pages = np.concatenate([self.index.device_value(request.match), request.pages[key.pages :]])
+        request.prefix_pages = key.pages
+        return Chunked(chunk.rid, key.pages * self.page_size)
+
+    def peek(self, peek: Peek) -> Peeked:
+        """What L1 and L2 hold of a prompt; changes nothing, not even recency."""
+        tokens = np.frombuffer(peek.tokens, dtype="<u4")
+        device, host = self.index.peek(self.key(tokens[: max(0, len(tokens) - 1)], peek))
+        return Peeked(device * self.page_size, host * self.page_size)
+
+    def abort(self, rid: str) -> None:
+        """Ends a request in any state, keeping nothing of it; unknown requests are ignored (it may have ended)."""
+        request = self.requests.pop(rid, None)
+        self.prefetcher.cancel(rid)
+        if request is not None and request.running:
+            self._give_back(request)
+
+    # -- the store ---------------------------------------------------------------------------------------------------
+
+    def attach_storage(
+        self,
+        storage: HiCacheStorage,
+        name: str = "",
+        *,
+        options: Mapping[str, Any] | None = None,
+        pass_prefix_hashes: bool | None = None,
+    ) -> None:
+        """Begins to use an L3; what the tree holds gets its page hashes (D5). RuntimeError when one is in use.
+
+        Args:
+            storage: the backend.
+            name: under which it is known.
+            options: it was made from, for a rank that joins later.
+            pass_prefix_hashes: tell it the hashes before the pages of a call; None: as before.
+        """
+        if pass_prefix_hashes is not None:
+            self._pass_prefix_hashes = pass_prefix_hashes
+        self.controller.attach(storage, pass_prefix_hashes=self._pass_prefix_hashes)
+        self.backend_name = name or type(storage).__name__
+        self._backend_options = dict(options or {})
+        self.index.enable_hashes()
+
+    def attach_backend(self, name: str, options: Mapping[str, Any], *, ticket: str | None = None) -> None:
+        """Begins to use a backend of that name, the prepared one of `ticket` or a new one.
+
+        Raises:
+            BackendError: it can't be had; nothing changed.
+        """
+        self.attach_storage(self.stores.take(name, options, ticket), name, options=options)
+
+    def detach_storage(self) -> bool:
+        """Stops using the L3; its operations must have ended. False when a call to it was left behind."""
+        self.backend_name, self._backend_options = None, {}
+        return self.controller.detach(self.prefetcher.policy.hard_limit)
+
+    # -- what a user of one rank may ask -----------------------------------------------------------------------------
+
+    def key(self, tokens: np.ndarray, owner: Admit | Peek | Request) -> Key:
+        """The cache key of a token sequence in its owner's namespace; the tail that fills no page is cut (case 20)."""
+        return Key.of(tokens, self.page_size, namespace=owner.namespace, bigram=self.index.bigram)
+
+    def ledger(self) -> dict[str, PoolLedger]:
+        """Where every page of L1 and L2 is: free, in the tree, or in flight (owned by a request or a transfer)."""
+        running = [request.pages[request.prefix_pages :] for request in self.requests.values() if request.running]
+        device = np.concatenate(running) if running else NO_PAGES
+        return audit(self.index, {"device": device, "host": self.prefetcher.in_flight_pages()})
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when tree, allocators or ledger don't add up. Heavy: for tests and audits."""
+        self.index.check_integrity()
+        for pool, ledger in self.ledger().items():
+            ledger.check(pool)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank under stable names; plain numbers, msgpack-able."""
+        io = self.controller.storage_io
+        return {
+            "bytes": self.controller.bytes_moved(),
+            "index": asdict(self.index.stats),
+            "prefetch": dict(self.prefetcher.counts),
+            "ledger": {pool: ledger.as_dict() for pool, ledger in self.ledger().items()},
+            "storage": io.storage.get_stats().as_dict() if io else {},
+            "storage_pages": dict(io.pages) if io else {},
+            "worker_failures": {w.name: sum(w.failures.values()) for w in io.workers} if io else {},
+            "requests": len(self.requests),
+            "idle": self.is_idle(),
+        }
+
+    def is_idle(self) -> bool:
+        """Whether no transfer is in flight anywhere in this rank."""
+        index = self.index
+        busy = index.writes or index.loads or index.backups or self.prefetcher.active or self.prefetcher.closing
+        return not busy
+
+    def close(self) -> None:
+        """Ends the background threads. May be called twice."""
+        self.controller.close()
+        self.stores.close()
+
+    def settings(self) -> dict[str, Any]:
+        """What may have been changed at run time, for a rank that joins: policies and the attached store."""
+        policy = self.prefetcher.policy
+        return {
+            "backend": self.backend_name,
+            "options": self._backend_options,
+            "policies": {
+                "write_policy": self.index.write_policy,
+                "prefetch_policy": policy.name,
+                "prefetch_threshold": policy.threshold,
+                "prefetch_timeout_base": policy.timeout_base,
+                "prefetch_timeout_per_ki_token": policy.timeout_per_page * TOKENS_PER_KI / self.page_size,
+                "pass_prefix_keys": self._pass_prefix_hashes,
+            },
+        }
+
+    def set_policies(self, policies: Mapping[str, Any]) -> None:
+        """Changes policies from now on, by the names of `control.POLICIES`; the values must have been checked."""
+        if "write_policy" in policies:
+            self.index.write_policy = policies["write_policy"]
+        per_token = policies.get("prefetch_timeout_per_ki_token")
+        self.prefetcher.change_policy(
+            name=policies.get("prefetch_policy"),
+            threshold=policies.get("prefetch_threshold"),
+            timeout_base=policies.get("prefetch_timeout_base"),
+            timeout_per_page=None if per_token is None else prefetch_timeout_per_page(self.page_size, per_token),
+        )
+        self._pass_prefix_hashes = policies.get("pass_prefix_keys", self._pass_prefix_hashes)
+        if self.controller.storage_io is not None:
+            self.controller.storage_io.pass_prefix_hashes = self._pass_prefix_hashes
+
+    def adopt(self, settings: Mapping[str, Any]) -> None:
+        """Takes over another rank's `settings`. ValueError when its store can't be had."""
+        wanted = (settings["backend"], settings["options"])
+        if wanted != (self.backend_name, self._backend_options):
+            self.detach_storage()
+            if settings["backend"] is not None:
+                self.attach_backend(*wanted)
+        self.prefetcher.enabled = True
+        self.set_policies(settings["policies"])
+
+    # -- recovery ----------------------------------------------------------------------------------------------------
+
+    def drain_alone(self) -> None:
+        """Applies this rank's own progress, as if all ranks had reached it, and begins nothing new (recovery)."""
+        enabled, self.prefetcher.enabled = self.prefetcher.enabled, False
+        progress = self.collect(StepRequest(self.generation, self.next_step))
+        self._apply_progress(progress)
+        self.controller.carry_out(self.index.take_transfers())
+        self.prefetcher.enabled = enabled
+
+    def replace_index(self, index: TieredIndex) -> None:
+        """Goes on with another control half; this rank must be idle and have no requests."""
+        assert self.is_idle() and not self.requests, "the index can only be replaced while nothing is in flight"
+        self.index = self.prefetcher.index = index
+
+    def begin_generation(self, generation: int) -> None:
+        """Starts counting anew, as every rank of the group does: steps and finished transfers from zero."""
+        assert self.is_idle(), "a generation can only begin while nothing is in flight"
+        self.generation, self.next_step = generation, 0
+        self._base = self._done()
+        self._acknowledged = {"writes": 0, "loads": 0, "backups": 0}
+        self.prefetcher.begin_generation()
+
+    # -- internals ---------------------------------------------------------------------------------------------------
+
+    def check(self, request: StepRequest) -> None:
+        """Raises RequestError when the request names something in a state in which that can't be done."""
+        room = self.index.device.total * self.page_size
+        check_step(request, self.requests, generation=self.generation, next_step=self.next_step, room=room)
+
+    def _pages_of(self, request: Request) -> int:
+        return -(-(len(request.tokens) + request.max_new_tokens) // self.page_size)
+
+    def _scheduled(self, request: Request, match: Match, loaded_pages: int) -> Scheduled:
+        storage = min(loaded_pages, request.storage_pages)  # case 64: what was really loaded, never more
+        sources = _Sources(match.device_pages, loaded_pages - storage, storage)
+        cached = sum(sources) * self.page_size
+        return Scheduled(
+            request.rid,
+            True,
+            "",
+            sources.device * self.page_size,
+            sources.host * self.page_size,
+            sources.storage * self.page_size,
+            len(request.tokens) - cached,
+        )
+
+    def _give_back(self, request: Request) -> None:
+        assert request.node is not None
+        self.index.unlock(request.node)
+        self.index.device.free(request.pages[request.prefix_pages :])
+
+    def _done(self) -> dict[str, int]:
+        """Finished transfers of this rank since its process began."""
+        controller = self.controller
+        return {
+            "writes": controller.writes_done,
+            "loads": controller.loads_done,
+            "backups": controller.backups_done,
+        }
+
+    def _apply_progress(self, agreed: Progress) -> None:
+        done = self._acknowledged
+        written = self.index.acknowledge_writes(agreed.writes - done["writes"])
+        self.index.acknowledge_loads(agreed.loads - done["loads"])
+        self.index.acknowledge_backups(agreed.backups - done["backups"])
+        done.update(writes=agreed.writes, loads=agreed.loads, backups=agreed.backups)
+        io = self.controller.storage_io
+        if io is not None and self.prefetcher.enabled:
+            for write in written:
+                for backup in self.index.begin_backups(write):
+                    io.backup(backup)
+        self.prefetcher.apply(agreed.prefetches, agreed.releases)

@@ -1,0 +1,298 @@
+"""L2 <-> L3 on background threads: asking the store, reading pages into L2, backing pages up (article 2.2, 2.4).
+
+Three workers, one for each kind, so that a slow write never delays a lookup. Operations are page lists; every one ends,
+whatever the store does: what failed is a miss.
+
+Storage backends made ahead of the step that begins to use them, so that a slow start holds no step up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hicache_ray.pools.slots import slots_of
+from hicache_ray.rank.lanes import Worker
+from hicache_ray.storage.base import HiCacheStorage, HostPages, StorageExtra
+from hicache_ray.storage.guard import GuardedStorage
+from hicache_ray.storage.registry import BackendError
+
+if TYPE_CHECKING:
+    from hicache_ray.index import Backup
+    from hicache_ray.rank.prefetch import Prefetch
+
+
+logger = logging.getLogger("hicache_ray.rank.l3")
+
+MAX_UNSTORED = 1 << 16
+"""Most failed page hashes that are remembered."""
+
+BATCH_PAGES = 128
+"""Most pages one storage call moves (article 2.2)."""
+
+
+class StorageIO:
+    """The threads between a rank's host pool and one storage backend, from attach to detach.
+
+    The store is guarded: a call that passes its deadline is given up, and its pages stay owned until it returns.
+    """
+
+    def __init__(
+        self,
+        storage: HiCacheStorage,
+        host_pool: HostPages,
+        *,
+        pass_prefix_hashes: bool = False,
+        workers: Callable[[str], Worker] = Worker,
+    ) -> None:
+        self.storage = storage if isinstance(storage, GuardedStorage) else GuardedStorage(storage)
+        self.host_pool = host_pool
+        self.pass_prefix_hashes = pass_prefix_hashes
+        self.bytes: Counter[str] = Counter()
+        self.pages: Counter[str] = Counter()
+        self._backups_done = 0
+        self._backups: deque[_Ended] = deque()
+        self._unstored: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._query_worker = workers("l3-query")
+        self._read_worker = workers("l3-read")
+        self._write_worker = workers("l3-write")
+        self.storage.register_mem_pool_host(host_pool)
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The threads, for health checks."""
+        return (self._query_worker, self._read_worker, self._write_worker)
+
+    def query(self, prefetch: Prefetch) -> None:
+        """Find out how many leading pages the store has; sets `hit_pages`, then `query_done`, whatever happens."""
+        self._query_worker.submit("query", lambda: self._query(prefetch))
+
+    def read(self, prefetch: Prefetch) -> None:
+        """Read the hit pages into `prefetch.host_pages`, in order; grows `completed_pages`, at last sets `read_ended`.
+
+        After `read_ended` nothing touches the host pages any more.
+        """
+        self._read_worker.submit("read", lambda: self._read(prefetch))
+
+    def backup(self, backup: Backup) -> None:
+        """Store the pages of a backup; counted in `backups_done` when it has ended."""
+        ended = _Ended()
+        self._backups.append(ended)
+        self._write_worker.submit("backup", lambda: self._backup(backup, ended))
+
+    @property
+    def backups_done(self) -> int:
+        """Ended backups, those that stored nothing included: cumulative, in the order in which they were submitted."""
+        while self._backups and self._backups[0].flag:
+            self._backups.popleft()
+            self._backups_done += 1
+        return self._backups_done
+
+    def close(self, timeout: float) -> bool:
+        """Ends the threads and closes the store; False when a call under way did not end within `timeout` seconds."""
+        ended = all([worker.close(timeout) for worker in self.workers])
+        if ended:
+            self.storage.close()
+        return ended
+
+    def _query(self, prefetch: Prefetch) -> None:
+        try:
+            hashes = [page_hash.hex() for page_hash in prefetch.hashes]
+            for start, stop in _batches(len(hashes)):
+                if prefetch.cancelled:
+                    break
+                hits = self.storage.batch_exists(hashes[start:stop], self._extra(prefetch.prefix_hashes, hashes, start))
+                prefetch.hit_pages = start + min(hits, stop - start)
+                if prefetch.hit_pages < stop:
+                    break
+        finally:
+            prefetch.query_done = True
+
+    def _read(self, prefetch: Prefetch) -> None:
+        try:
+            hashes = [page_hash.hex() for page_hash in prefetch.hashes[: len(prefetch.host_pages)]]
+            for start, stop in _batches(len(hashes)):
+                if prefetch.cancelled:
+                    break
+                extra = self._extra(prefetch.prefix_hashes, hashes, start)
+                slots = slots_of(prefetch.host_pages[start:stop], self.host_pool.page_size)
+                done = _leading(self.storage.batch_get_v1(hashes[start:stop], slots, extra))
+                prefetch.completed_pages = start + done
+                self._count("l3_to_l2", done)
+                if done < stop - start:
+                    self._count("l3_lost", 1)
+                    break
+        finally:
+            self._when_returned(prefetch.host_pages, prefetch.end_read)
+
+    def _backup(self, backup: Backup, ended: _Ended) -> None:
+        """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (12, 30).
+
+        Ancestors that could not be stored before go first, in the same backup: else a prefix that was sent while the
+        store was away would keep everything below it from the store for as long as it is in the tree.
+        """
+        first = self._first_unstored(backup.prefix_hashes)
+        if first < len(backup.prefix_hashes) and not len(backup.prefix_pages):
+            self._remember(backup.hashes, 0)
+            self._when_returned(backup.host_pages, ended.set)
+            return
+        pages = np.concatenate([backup.prefix_pages[first:], backup.host_pages])
+        hashes = [*backup.prefix_hashes[first:], *backup.hashes]
+        stored = 0
+        try:
+            names = [page_hash.hex() for page_hash in hashes]
+            prefix = tuple(page_hash.hex() for page_hash in backup.prefix_hashes[:first])
+            for start, stop in _batches(len(names)):
+                extra = self._extra(prefix, names, start, backup.node.namespace.tenant or "")
+                stored = start + self._store(names[start:stop], pages[start:stop], extra)
+                if stored < stop:
+                    break
+        finally:
+            self._remember(hashes, stored)
+            self._when_returned(pages, ended.set)
+
+    def _store(self, hashes: Sequence[str], host_pages: np.ndarray, extra: StorageExtra) -> int:
+        slots = slots_of(host_pages, self.host_pool.page_size)
+        stored = _leading(self.storage.batch_set_v1(hashes, slots, extra))
+        if stored < len(hashes):
+            self._count("l3_backup_retried", len(hashes) - stored)
+            rest = slots[stored * self.host_pool.page_size :]
+            stored += _leading(self.storage.batch_set_v1(hashes[stored:], rest, extra))
+        self._count("l2_to_l3", stored)
+        return stored
+
+    def _first_unstored(self, hashes: Sequence[bytes]) -> int:
+        """Place of the first page that could not be stored before; how many there are, when all could."""
+        with self._lock:
+            if not self._unstored:
+                return len(hashes)
+            return next((at for at, page_hash in enumerate(hashes) if page_hash in self._unstored), len(hashes))
+
+    def _remember(self, hashes: Sequence[bytes], stored: int) -> None:
+        """Notes which pages are not in the store, so that no descendant is stored without its ancestors."""
+        with self._lock:
+            for page_hash in hashes[:stored]:
+                self._unstored.pop(page_hash, None)
+            for page_hash in hashes[stored:]:
+                self._unstored[page_hash] = None
+            while len(self._unstored) > MAX_UNSTORED:
+                self._unstored.popitem(last=False)
+        if stored < len(hashes):
+            self._count("l3_backup_failed", len(hashes) - stored)
+
+    def _when_returned(self, host_pages: np.ndarray, callback: Callable[[], None]) -> None:
+        """A call that was given up may still touch its pages: they are handed back when it returns."""
+        self.storage.when_returned(slots_of(host_pages, self.host_pool.page_size), callback)
+
+    def _extra(self, prefix: Sequence[str], hashes: Sequence[str], start: int, label: str = "") -> StorageExtra:
+        known = (*prefix, *hashes[:start]) if self.pass_prefix_hashes else ()
+        return StorageExtra(prefix_hashes=known, namespace=label)
+
+    def _count(self, path: str, pages: int) -> None:
+        with self._lock:
+            self.pages[path] += pages
+            self.bytes[path] += pages * self.host_pool.page_bytes
+
+
+class _Ended:
+    """Whether one backup has ended; set by the thread that ended it."""
+
+    def __init__(self) -> None:
+        self.flag = False
+
+    def set(self) -> None:
+        self.flag = True
+
+
+def _batches(count: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, count, BATCH_PAGES):
+        yield start, min(start + BATCH_PAGES, count)
+
+
+def _leading(flags: Sequence[bool]) -> int:
+    for done, ok in enumerate(flags):
+        if not ok:
+            return done
+    return len(flags)
+
+
+KEPT_SECONDS = 600.0
+"""How long a backend waits to be used. Whoever asked for it has long given up by then, or died."""
+
+StorageFactory = Callable[[str, Mapping[str, Any]], HiCacheStorage]
+
+
+class _Waiting(NamedTuple):
+    storage: HiCacheStorage
+    name: str
+    since: float
+
+
+class PreparedStores:
+    """Makes backends by name and options and keeps those that were prepared, by ticket. Thread-safe.
+
+    Args:
+        make: makes a backend; None where none can be made.
+        host_pool: L2, which a backend may have to register before it can work.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, make: StorageFactory | None, host_pool: HostPages, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make = make
+        self._host_pool = host_pool
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: dict[str, _Waiting] = {}
+
+    def prepare(self, ticket: str, name: str, options: Mapping[str, Any]) -> None:
+        """Makes a backend and keeps it for `take`. BackendError, whatever went wrong with it; nothing is kept then."""
+        storage = self._made(name, options)
+        now = self._clock()
+        with self._lock:
+            old = [key for key, waiting in self._waiting.items() if now - waiting.since > KEPT_SECONDS]
+            dropped = [self._waiting.pop(key).storage for key in old]
+            self._waiting[ticket] = _Waiting(storage, name, now)
+        for unused in dropped:
+            unused.close()
+
+    def take(self, name: str, options: Mapping[str, Any], ticket: str | None = None) -> HiCacheStorage:
+        """The backend of that ticket, or a new one where none was prepared. BackendError when it can't be had."""
+        with self._lock:
+            waiting = self._waiting.pop(ticket, None) if ticket is not None else None
+        return waiting.storage if waiting is not None and waiting.name == name else self._made(name, options)
+
+    def discard(self, ticket: str) -> None:
+        """Closes a prepared backend; nothing happens when there is none of that ticket."""
+        with self._lock:
+            waiting = self._waiting.pop(ticket, None)
+        if waiting is not None:
+            waiting.storage.close()
+
+    def close(self) -> None:
+        """Closes what was prepared and never used. May be called twice."""
+        with self._lock:
+            unused, self._waiting = list(self._waiting.values()), {}
+        for waiting in unused:
+            waiting.storage.close()
+
+    def _made(self, name: str, options: Mapping[str, Any]) -> HiCacheStorage:
+        if self._make is None:
+            raise BackendError("this rank was assembled without a way to make storage backends")
+        try:
+            storage = self._make(name, options)
+            storage.register_mem_pool_host(self._host_pool)
+        except BackendError:
+            raise
+        except Exception as error:  # a backend raises what it likes, and the rank has to live on
+            logger.warning("storage backend %s can't be started", name, exc_info=True)
+            raise BackendError(f"storage backend {name!r} can't be started: {error}") from error
+        return storage

@@ -1,0 +1,316 @@
+"""Pages as files: one file a page, in a folder that outlives the process and that several processes may share.
+
+A page is written to a temporary name and renamed, so it is there whole or not at all, also after kill -9; its checksum
+is verified when it is read. Files are kept under `directory/<identity digest>/<two digits>/<page hash>.page`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hicache_ray import faultpoints
+from hicache_ray.hashing import sglang_file_key
+from hicache_ray.storage.base import HiCacheStorage, Slots, StorageConfig, StorageExtra, page_rows
+from hicache_ray.storage.file.format import PageFile, PageRead, file_bytes, read_page_file, write_page_file
+from hicache_ray.storage.file.space import FileSpace, SpaceLimits
+from hicache_ray.storage.file.task_pool import TaskPool
+from hicache_ray.storage.options import KEY_STYLES, parse_bool, parse_choice, parse_count, parse_size, refuse_unknown
+from hicache_ray.storage.registry import BackendError
+
+logger = logging.getLogger("hicache_ray.storage")
+
+DIRECTORY_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+"""Environment variable that names the folder when the options do not, as in SGLang."""
+
+DEFAULT_MIN_FREE_BYTES = 1 << 30
+
+
+class FileOptions(NamedTuple):
+    """Options of the file backend, in the extra config under these names.
+
+    Attributes:
+        directory: folder of the pages; made when absent.
+        max_bytes: most bytes of pages, over all processes that use the folder; None: no cap.
+        min_free_bytes: bytes of the file system that are never used.
+        threads: helper threads that read and write the pages of a call in parallel.
+        fsync: write each page through to the disk before it becomes visible. Without it a power cut may lose pages,
+            never falsify them.
+        key_style: "full" names pages by the whole identity; "sglang" writes the files SGLang's file backend writes
+            (case 9), of which only the length can be checked.
+    """
+
+    directory: Path
+    max_bytes: int | None = None
+    min_free_bytes: int = DEFAULT_MIN_FREE_BYTES
+    threads: int = 4
+    fsync: bool = False
+    key_style: str = "full"
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> FileOptions:
+        """Read the options; BackendError names the one that does not fit."""
+        refuse_unknown("file", extra, cls._fields)
+        directory = extra.get("directory") or os.environ.get(DIRECTORY_VARIABLE)
+        if not directory:
+            raise BackendError(
+                f"storage backend 'file' needs a folder: set the option 'directory', or {DIRECTORY_VARIABLE}"
+            )
+        cap = extra.get("max_bytes")
+        return cls(
+            directory=Path(directory).expanduser().absolute(),
+            max_bytes=None if cap is None else parse_size("max_bytes", cap),
+            min_free_bytes=parse_size("min_free_bytes", extra.get("min_free_bytes", DEFAULT_MIN_FREE_BYTES)),
+            threads=parse_count("threads", extra.get("threads", 4)),
+            fsync=parse_bool("fsync", extra.get("fsync", False)),
+            key_style=parse_choice("key_style", extra.get("key_style", "full"), KEY_STYLES),
+        )
+
+
+class FileStorage(HiCacheStorage):
+    """L3 in a folder. Any number of ranks, instances and processes may use one folder at a time.
+
+    Raises:
+        BackendError: options that do not fit, or a folder that can't be used.
+    """
+
+    def __init__(self, config: StorageConfig) -> None:
+        super().__init__(config)
+        self.options = FileOptions.parse(config.extra)
+        identity = config.identity
+        if self.options.key_style == "sglang" and identity.pp_size > 1:
+            raise BackendError(
+                f"key_style 'sglang' can't tell the {identity.pp_size} pipeline stages apart (D9): use key_style 'full'"
+            )
+        try:
+            self.space = FileSpace(
+                self.options.directory, SpaceLimits(self.options.max_bytes, self.options.min_free_bytes)
+            )
+        except OSError as error:
+            raise BackendError(f"storage backend 'file' can't use its folder: {error}") from error
+        self._pool = TaskPool("file", self.options.threads)
+        self._serial = 0
+        self._serial_lock = threading.Lock()
+        self._closed = False
+
+    def file_name(self, page_hash: str) -> str:
+        """Name of a page's file, relative to the folder."""
+        if self.options.key_style == "sglang":
+            return f"{sglang_file_key(page_hash, self.config.identity)}.bin"
+        return f"{self.config.identity.digest}/{page_hash[:2]}/{page_hash}.page"
+
+    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
+        hits = 0
+        for page_hash in hashes:
+            if not self._is_whole(self._path(self.file_name(page_hash))):
+                break
+            hits += 1
+        self.counters.add(exists_calls=1, exists_asked=len(hashes), exists_hits=hits)
+        return hits
+
+    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
+        pages = self._page_files(hashes, host_slots)
+        began = time.perf_counter()
+        done = self._read(pages)
+        size = sum(page.page_bytes for page, ok in zip(pages, done, strict=True) if ok)
+        seconds = time.perf_counter() - began
+        self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=sum(done), get_bytes=size, get_seconds=seconds)
+        return done
+
+    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
+        pages = self._page_files(hashes, host_slots)
+        if not self.config.is_writer:
+            return [True] * len(hashes)
+        began = time.perf_counter()
+        missing = [page for page in pages if not self._is_whole(page.path)]
+        stored = self._write(missing)
+        failed = {page.path for page in missing[stored:]}
+        done = _up_to_first(page.path not in failed for page in pages)
+        self.counters.add(
+            set_calls=1,
+            set_asked=len(hashes),
+            set_stored=stored,
+            set_existing=sum(done) - stored,
+            set_bytes=sum(page.page_bytes for page in missing[:stored]),
+            set_seconds=time.perf_counter() - began,
+        )
+        return done
+
+    def clear(self, everything: bool = False) -> None:
+        """Drop the pages of this backend's identity; with `everything` those of all models and ranks."""
+        own = self.file_name("")
+        for name in self.space.names():
+            if everything or self._is_own(name, own):
+                self.space.forget(name)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._pool.close()
+            self.space.close()
+
+    def _is_own(self, name: str, pattern: str) -> bool:
+        if self.options.key_style == "sglang":
+            return "/" not in name and name.endswith(pattern)
+        return name.startswith(pattern.split("/")[0] + "/")
+
+    def _path(self, name: str) -> str:
+        return f"{self.options.directory}/{name}"
+
+    def _name(self, path: str) -> str:
+        return path[len(str(self.options.directory)) + 1 :]
+
+    def _is_whole(self, path: str) -> bool:
+        """Whether the file is there with the length of a page: what a power cut left empty or short is not."""
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self._failed("look at", path, error)
+            return False
+        if self.host_pool is None:
+            return size > 0
+        return size == file_bytes(self.host_pool.page_bytes, self.options.key_style == "full")
+
+    def _page_files(self, hashes: Sequence[str], host_slots: Slots) -> list[PageFile]:
+        numbers = self.host_page_numbers(hashes, host_slots)
+        assert self.host_pool is not None
+        segments, framed = self.host_pool.segments, self.options.key_style == "full"
+        files = []
+        for page_hash, number in zip(hashes, numbers.tolist(), strict=True):
+            rows = page_rows(segments, number)
+            if not framed and self.config.identity.attention == "mha" and len(rows) > 2:
+                rows = rows[0::2] + rows[1::2]  # SGLang's files hold all K, then all V.
+            files.append(PageFile(self._path(self.file_name(page_hash)), self.storage_key(page_hash), rows, framed))
+        return files
+
+    def _read(self, pages: Sequence[PageFile]) -> list[bool]:
+        stamps = self.space.stamps(len(pages))
+        first_failure = len(pages)
+
+        def read(index: int) -> bool:
+            nonlocal first_failure
+            if index > first_failure:
+                return False
+            ok = self._read_one(pages[index], stamps[index])
+            if not ok:
+                first_failure = min(first_failure, index)
+            return ok
+
+        done = _up_to_first(self._pool.map(read, range(len(pages))))
+        hits = sum(done)
+        self.space.used([self._name(page.path) for page in pages[:hits]], stamps[:hits])
+        return done
+
+    def _read_one(self, page: PageFile, stamp: int) -> bool:
+        try:
+            result = read_page_file(page, stamp)
+            if result is PageRead.CORRUPT:
+                # Removed, so that the page can be stored again: an existing file would be left as it is.
+                self.counters.add(corrupt=1)
+                self.space.forget(self._name(page.path))
+        except OSError as error:
+            self._failed("read", page.path, error)
+            return False
+        return result is PageRead.OK
+
+    def _write(self, pages: Sequence[PageFile]) -> int:
+        """Store pages in order up to the first failure; how many are stored."""
+        size = sum(page.file_bytes for page in pages)
+        stored = 0
+        if not pages:
+            return 0
+        try:
+            if not self.space.reserve(size):
+                self.counters.add(errors=1)
+                return 0
+        except OSError as error:
+            self._failed("make room in", str(self.options.directory), error)
+            return 0
+        try:
+            stored = self._write_reserved(pages)
+        finally:
+            self.space.settle(size, sum(page.file_bytes for page in pages[:stored]))
+        return stored
+
+    def _write_reserved(self, pages: Sequence[PageFile]) -> int:
+        stamps = self.space.stamps(len(pages))
+        temporary = self._pool.map(lambda item: self._write_one(*item), list(zip(pages, stamps, strict=True)))
+        stored = 0
+        # The contents are written in parallel, the names given in order: no page is seen before its parent.
+        for page, path in zip(pages, temporary, strict=True):
+            if path is None or not self._rename(path, page.path):
+                break
+            stored += 1
+        for path in filter(None, temporary[stored:]):
+            _remove_quietly(path)
+        self.space.used([self._name(page.path) for page in pages[:stored]], stamps[:stored])
+        return stored
+
+    def _write_one(self, page: PageFile, stamp: int) -> str | None:
+        with self._serial_lock:
+            self._serial += 1
+            path = f"{self.space.writing}/{self._serial}.tmp"
+        try:
+            write_page_file(page, path, fsync=self.options.fsync)
+            os.utime(path, ns=(stamp, stamp))
+        except OSError as error:
+            self._failed("write", page.path, error)
+            _remove_quietly(path)
+            return None
+        return path
+
+    def _rename(self, path: str, target: str) -> bool:
+        for attempt in range(2):
+            try:
+                os.rename(path, target)
+                faultpoints.damage("page.file", lambda: [np.memmap(target, np.uint8, "r+")])
+                if self.options.fsync:
+                    _sync_folder(os.path.dirname(target))
+                return True
+            except FileNotFoundError as error:
+                # The shard's folder is made with its first page, or was removed with a clear.
+                if attempt == 0:
+                    os.makedirs(os.path.dirname(target), exist_ok=True)
+                    continue
+                self._failed("name", target, error)
+            except OSError as error:
+                self._failed("name", target, error)
+                break
+        return False
+
+    def _failed(self, what: str, path: str, error: OSError) -> None:
+        self.counters.add(errors=1)
+        if self.counters.snapshot().errors == 1:
+            logger.warning("can't %s %s: %s; this is a miss, further errors are only counted", what, path, error)
+
+
+def _up_to_first(flags: Iterable[bool]) -> list[bool]:
+    """The flags, all False after the first False."""
+    going, done = True, []
+    for flag in flags:
+        going = going and flag
+        done.append(going)
+    return done
+
+
+def _remove_quietly(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError as error:
+        logger.debug("temporary file %s stays until the next start: %s", path, error)
+
+
+def _sync_folder(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,257 @@
+"""What a Mooncake store answers, and what that means for a page (mooncake-store's ErrorCode).
+
+How a page becomes objects of a Mooncake store, in two styles: ours and SGLang's.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hicache_ray.hashing import ModelIdentity, sglang_mooncake_keys, storage_key
+from hicache_ray.storage.base import CHECKSUM_BYTES, HostPages, Slots, Span, memory_span, page_checksum, page_rows
+from hicache_ray.storage.registry import BackendError
+
+NO_SPACE = -200
+TOO_SMALL = -600
+NOT_READY = -703
+NOT_FOUND = -704
+EXISTS = -705
+LEASE_EXPIRED = -707
+GONE = -712
+
+
+class Answer(enum.Enum):
+    """An answer's meaning."""
+
+    OK = "ok"
+    MISSING = "missing"
+    """The page is not there, or not yet, or no more."""
+    CORRUPT = "corrupt"
+    """There is something else under its key."""
+    AGAIN = "again"
+    """The lease ran out while the bytes came: they may be another page's. Asking once more gets a new lease."""
+    FULL = "full"
+    """No room: the store frees some by itself as leases run out."""
+    FAILED = "failed"
+    """The store or the way to it failed."""
+
+
+_READS = {
+    NOT_FOUND: Answer.MISSING,
+    NOT_READY: Answer.MISSING,
+    GONE: Answer.MISSING,
+    TOO_SMALL: Answer.CORRUPT,
+    LEASE_EXPIRED: Answer.AGAIN,
+}
+_WRITES = {0: Answer.OK, EXISTS: Answer.OK, NO_SPACE: Answer.FULL}
+
+
+def read_answer(code: int, expected: int) -> Answer:
+    """Meaning of `batch_get_into`'s number for an object: its bytes (`expected` of them are wanted) or an error."""
+    if code == expected:
+        return Answer.OK
+    return Answer.CORRUPT if code >= 0 else _READS.get(code, Answer.FAILED)
+
+
+def write_answer(code: int) -> Answer:
+    """Meaning of `batch_put_from`'s number for an object. OK is said too when another client is just writing it."""
+    return _WRITES.get(code, Answer.FAILED)
+
+
+BATCH_PAGES = 128
+MAX_PIECES = 1024
+"""Runs of memory in one call: the TCP transport refuses more than 2,048 under way."""
+
+MAX_BATCHES = 32
+"""Batches under way at once, those given up included, that checksums have room for."""
+
+
+class ObjectStyle(Protocol):
+    """Keys and bytes of pages. `last_code` is the last error the store gave."""
+
+    last_code: int
+
+    def keys(self, page_hash: str) -> list[str]:
+        """The objects of a page."""
+
+    def pattern(self) -> str:
+        """A regular expression for the keys of all pages of this identity and tag."""
+
+    def spans(self) -> dict[str, Span]:
+        """Memory of its own that has to be registered."""
+
+    def check(self, pool: HostPages) -> None:
+        """BackendError when pages of this pool can't be stored so."""
+
+    def batches(self, count: int, pool: HostPages) -> Iterator[tuple[int, int]]:
+        """Bounds of the calls that `count` pages take."""
+
+    def read(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+        """Read pages into the pool."""
+
+    def write(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+        """Store pages of the pool."""
+
+
+class FullObjects:
+    """One object a page under its full key: the page's segments in order, then 8 bytes of checksum."""
+
+    def __init__(self, identity: ModelIdentity, tag: str) -> None:
+        self.last_code = 0
+        self._digest = identity.digest
+        self._tag = f"{tag}_" if tag else ""
+        self._sums = np.zeros((MAX_BATCHES, BATCH_PAGES), dtype="<u8")
+        self._free = list(range(MAX_BATCHES))
+        self._lock = threading.Lock()
+
+    def keys(self, page_hash: str) -> list[str]:
+        """See ObjectStyle."""
+        return [self._tag + storage_key(self._digest, page_hash)]
+
+    def pattern(self) -> str:
+        """See ObjectStyle."""
+        return f"^{re.escape(self._tag)}{self._digest}-[0-9a-f]+$"
+
+    def spans(self) -> dict[str, Span]:
+        """See ObjectStyle."""
+        return {"checksums": memory_span(self._sums.view(np.uint8))}
+
+    def check(self, pool: HostPages) -> None:
+        """See ObjectStyle; every layout fits."""
+
+    def batches(self, count: int, pool: HostPages) -> Iterator[tuple[int, int]]:
+        """See ObjectStyle."""
+        return _batches(count, int(np.prod(pool.segments.shape[1:-1])) + 1)
+
+    def read(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+        """See ObjectStyle; a page whose checksum does not fit is CORRUPT."""
+        keys = [self.keys(page_hash)[0] for page_hash in hashes]
+        row = self._take()
+        try:
+            addresses, sizes = self._pieces(pages, pool, row)
+            codes = store.batch_get_into_multi_buffers(keys, addresses, sizes)
+            answers = [read_answer(code, sum(size)) for code, size in zip(codes, sizes, strict=True)]
+            self._note(codes)
+            for position, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
+                if answers[position] is Answer.OK:
+                    good = page_checksum(key, page_rows(pool.segments, page)) == self._sums[row, position]
+                    answers[position] = Answer.OK if good else Answer.CORRUPT
+                elif answers[position] is Answer.FAILED and self._has_another_length(store, key, sum(sizes[position])):
+                    answers[position] = Answer.CORRUPT
+            return answers
+        finally:
+            self._give_back(row)
+
+    def write(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+        """See ObjectStyle."""
+        keys = [self.keys(page_hash)[0] for page_hash in hashes]
+        row = self._take()
+        try:
+            for position, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
+                self._sums[row, position] = page_checksum(key, page_rows(pool.segments, page))
+            codes = store.batch_put_from_multi_buffers(keys, *self._pieces(pages, pool, row))
+            self._note(codes)
+            return [write_answer(code) for code in codes]
+        finally:
+            self._give_back(row)
+
+    def _pieces(self, pages: Slots, pool: HostPages, row: int) -> tuple[list[list[int]], list[list[int]]]:
+        size = pool.page_size
+        pointers, lengths = pool.get_page_buffer_meta((pages[:, None] * size + np.arange(size)).reshape(-1))
+        step = len(pointers) // len(pages)
+        first, width = self._sums[row].ctypes.data, CHECKSUM_BYTES
+        starts = range(0, len(pointers), step)
+        addresses = [[*pointers[s : s + step], first + width * i] for i, s in enumerate(starts)]
+        return addresses, [[*lengths[s : s + step], width] for s in starts]
+
+    @staticmethod
+    def _has_another_length(store: Any, key: str, expected: int) -> bool:
+        """Whether the object can't be the page: the store calls that a failed transfer."""
+        size = store.get_size(key)
+        return size >= 0 and size != expected
+
+    def _take(self) -> int:
+        with self._lock:
+            if not self._free:
+                raise RuntimeError(f"more than {MAX_BATCHES} Mooncake calls are under way")
+            return self._free.pop()
+
+    def _give_back(self, row: int) -> None:
+        with self._lock:
+            self._free.append(row)
+
+    def _note(self, codes: Sequence[int]) -> None:
+        self.last_code = next((code for code in codes if code < 0), self.last_code)
+
+
+class SGLangObjects:
+    """SGLang's objects (case 10): `{hash}_{rank}_k` and `_v` of a page for MHA, `{hash}_k` for MLA. Their length is all
+    that can be checked."""
+
+    def __init__(self, identity: ModelIdentity, tag: str) -> None:
+        self.last_code = 0
+        self._identity = identity
+        self._tag = tag
+        self._parts = 1 if identity.attention == "mla" else 2
+
+    def keys(self, page_hash: str) -> list[str]:
+        """See ObjectStyle."""
+        return sglang_mooncake_keys([page_hash], self._identity, tag=self._tag)
+
+    def pattern(self) -> str:
+        """See ObjectStyle."""
+        mark = "0" * 64
+        suffixes = [re.escape(key).replace(mark, "[0-9a-f]{64}") for key in self.keys(mark)]
+        return f"^({'|'.join(suffixes)})$"
+
+    def spans(self) -> dict[str, Span]:
+        """See ObjectStyle."""
+        return {}
+
+    def check(self, pool: HostPages) -> None:
+        """See ObjectStyle; a page must be one run of bytes for each of its components."""
+        runs = int(np.prod(pool.segments.shape[1:-1]))
+        if runs != self._parts:
+            raise BackendError(
+                f"key_style 'sglang' stores a page as {self._parts} objects, but here it is {runs} pieces of memory: "
+                "use a layout that begins with page_, or key_style 'full'"
+            )
+
+    def batches(self, count: int, pool: HostPages) -> Iterator[tuple[int, int]]:
+        """See ObjectStyle."""
+        return _batches(count, self._parts)
+
+    def read(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+        """See ObjectStyle."""
+        keys, pointers, sizes = self._pieces(hashes, pages, pool)
+        codes = store.batch_get_into(keys, pointers, sizes)
+        return self._folded(codes, [read_answer(code, size) for code, size in zip(codes, sizes, strict=True)])
+
+    def write(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+        """See ObjectStyle."""
+        codes = store.batch_put_from(*self._pieces(hashes, pages, pool))
+        return self._folded(codes, [write_answer(code) for code in codes])
+
+    def _pieces(self, hashes: Sequence[str], pages: Slots, pool: HostPages) -> tuple[list[str], list[int], list[int]]:
+        size = pool.page_size
+        pointers, sizes = pool.get_page_buffer_meta((pages[:, None] * size + np.arange(size)).reshape(-1))
+        return sglang_mooncake_keys(hashes, self._identity, tag=self._tag), pointers, sizes
+
+    def _folded(self, codes: Sequence[int], answers: Sequence[Answer]) -> list[Answer]:
+        """A page is what the first of its components is that is not OK (case 12)."""
+        self.last_code = next((code for code in codes if code < 0), self.last_code)
+        starts = range(0, len(answers), self._parts)
+        pages = [answers[start : start + self._parts] for start in starts]
+        return [next((answer for answer in page if answer is not Answer.OK), Answer.OK) for page in pages]
+
+
+def _batches(count: int, pieces: int) -> Iterator[tuple[int, int]]:
+    step = max(1, min(BATCH_PAGES, MAX_PIECES // pieces))
+    for start in range(0, count, step):
+        yield start, min(start + step, count)

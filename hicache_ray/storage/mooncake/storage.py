@@ -1,0 +1,194 @@
+"""Pages in a Mooncake store: straight between the host pool and the memory of the cluster, over TCP or RDMA.
+
+A page is one object under its full key: the page's segments, then a checksum. With `key_style="sglang"` the objects
+are those of SGLang (case 10: K and V of a page apart, no checksum), to share a store with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hicache_ray.storage.base import HiCacheStorage, HostPages, Slots, StorageConfig, StorageExtra, memory_span
+from hicache_ray.storage.mooncake.client import MooncakeConnection, StoreAway
+from hicache_ray.storage.mooncake.objects import Answer, FullObjects, ObjectStyle, SGLangObjects
+from hicache_ray.storage.mooncake.options import MooncakeOptions
+
+logger = logging.getLogger("hicache_ray.storage")
+
+
+class MooncakeStorage(HiCacheStorage):
+    """L3 in a Mooncake store. A store that is away is all misses, and is used again when it is back.
+
+    Calls of the library last up to 30 s when its master hangs: put `GuardedStorage` around this.
+
+    Raises:
+        BackendError: options that do not fit; with `check_server`, no store.
+        ImportError: the package, or a library it needs, is not installed.
+    """
+
+    def __init__(self, config: StorageConfig) -> None:
+        super().__init__(config)
+        self.options = MooncakeOptions.parse(config.extra)
+        self.options.check(config.identity)
+        style = FullObjects if self.options.key_style == "full" else SGLangObjects
+        self.objects: ObjectStyle = style(config.identity, self.options.extra_backend_tag)
+        self.connection = MooncakeConnection(self.options, config.identity, config.timeout)
+        self._logged: set[str] = set()
+        self._pause = threading.Event()
+        for name, span in self.objects.spans().items():
+            self.connection.register(name, span)
+        self.connection.connect()
+
+    def register_mem_pool_host(self, pool: HostPages) -> None:
+        """As the base's; RuntimeError when the transport can't register the pool's memory, BackendError when the
+        pool's layout does not fit the keys."""
+        self.objects.check(pool)
+        super().register_mem_pool_host(pool)
+        self.connection.register("host pool", memory_span(pool.segments))
+
+    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
+        present = self._attempt(lambda store: self._present(store, hashes), [])
+        hits = next((position for position, ok in enumerate(present) if not ok), len(present))
+        self.counters.add(exists_calls=1, exists_asked=len(hashes), exists_hits=hits)
+        return hits
+
+    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
+        pages = self.host_page_numbers(hashes, host_slots)
+        began = time.perf_counter()
+        hits = self._attempt(lambda store: self._get(store, hashes, pages), 0)
+        size = self.host_pool.page_bytes if self.host_pool else 0
+        self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=hits, get_bytes=hits * size)
+        self.counters.add(get_seconds=time.perf_counter() - began)
+        return [position < hits for position in range(len(hashes))]
+
+    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
+        pages = self.host_page_numbers(hashes, host_slots)
+        if not self.config.is_writer:
+            return [True] * len(hashes)
+        began = time.perf_counter()
+        done = self._attempt(lambda store: self._set(store, hashes, pages), 0)
+        self.counters.add(set_calls=1, set_asked=len(hashes), set_seconds=time.perf_counter() - began)
+        return [position < done for position in range(len(hashes))]
+
+    def clear(self, everything: bool = False) -> None:
+        """Drop the pages of this backend's identity and tag; with `everything` all objects of the store.
+
+        Raises:
+            StoreAway: the store is not there.
+            RuntimeError: it refuses.
+        """
+        with self.connection.use() as store:
+            code = store.remove_all(True) if everything else store.remove_by_regex(self.objects.pattern(), True)
+        if code < 0:
+            raise RuntimeError(f"the Mooncake store could not be cleared (code {code})")
+
+    def close(self) -> None:
+        self.connection.close(self.config.timeout)
+
+    def _present(self, store: Any, hashes: Sequence[str]) -> list[bool]:
+        """Whether each page is stored, whole."""
+        if not hashes:
+            return []
+        keys = [key for page_hash in hashes for key in self.objects.keys(page_hash)]
+        codes = store.batch_is_exist(keys)
+        failed = [code for code in codes if code < 0]
+        if failed:
+            self._failed("exists", failed[0])
+        step = len(keys) // len(hashes)
+        return [all(code == 1 for code in codes[start : start + step]) for start in range(0, len(codes), step)]
+
+    def _get(self, store: Any, hashes: Sequence[str], pages: Slots) -> int:
+        """Read pages; how many came whole, from the first on."""
+        assert self.host_pool is not None
+        for start, stop in self.objects.batches(len(hashes), self.host_pool):
+            answers = self._read(store, hashes[start:stop], pages[start:stop])
+            for position, answer in enumerate(answers):
+                if answer is Answer.CORRUPT:
+                    self.counters.add(corrupt=1)
+                    self._remove(store, hashes[start + position])
+                if answer is not Answer.OK:
+                    return start + position
+        return len(hashes)
+
+    def _read(self, store: Any, hashes: Sequence[str], pages: Slots) -> list[Answer]:
+        assert self.host_pool is not None
+        answers = self.objects.read(store, hashes, pages, self.host_pool)
+        expired = [position for position, answer in enumerate(answers) if answer is Answer.AGAIN]
+        if expired:
+            again = self.objects.read(store, [hashes[i] for i in expired], pages[expired], self.host_pool)
+            for position, answer in zip(expired, again, strict=True):
+                answers[position] = answer
+        if Answer.FAILED in answers:
+            self._failed("get", self.objects.last_code)
+        return answers
+
+    def _set(self, store: Any, hashes: Sequence[str], pages: Slots) -> int:
+        """Store pages; how many are stored, from the first on."""
+        assert self.host_pool is not None
+        present = self._present(store, hashes)
+        new = [position for position, there in enumerate(present) if not there]
+        stored: list[int] = []
+        for start, stop in self.objects.batches(len(new), self.host_pool):
+            batch = new[start:stop]
+            good = self._write(store, [hashes[i] for i in batch], pages[batch])
+            stored += batch[:good]
+            if good < len(batch):
+                break
+        done = new[len(stored)] if len(stored) < len(new) else len(hashes)
+        size = self.host_pool.page_bytes * len(stored)
+        self.counters.add(set_stored=len(stored), set_existing=max(0, done - len(stored)), set_bytes=size)
+        return done
+
+    def _write(self, store: Any, hashes: Sequence[str], pages: Slots) -> int:
+        """Store pages that are not there; how many are, from the first on."""
+        assert self.host_pool is not None
+        answers = self.objects.write(store, hashes, pages, self.host_pool)
+        if Answer.FAILED in answers:
+            self._failed("put", self.objects.last_code)
+        taken = [position for position, answer in enumerate(answers) if answer is Answer.OK]
+        # The store says yes too to an object that another client is just writing.
+        there = self._wait_until_present(store, [hashes[i] for i in taken])
+        whole = {position for position, ok in zip(taken, there, strict=True) if ok}
+        good = next((position for position in range(len(hashes)) if position not in whole), len(hashes))
+        for position in sorted(whole):
+            if position > good:
+                # Without its parent it could never be found.
+                self._remove(store, hashes[position])
+        return good
+
+    def _wait_until_present(self, store: Any, hashes: Sequence[str]) -> list[bool]:
+        deadline = time.monotonic() + self.config.timeout / 2
+        seconds = 0.01
+        while True:
+            present = self._present(store, hashes)
+            if all(present) or time.monotonic() > deadline:
+                return present
+            self._pause.wait(seconds)
+            seconds = min(2 * seconds, 0.2)
+
+    def _remove(self, store: Any, page_hash: str) -> None:
+        """Drop a page, so that it can be stored again."""
+        for key in self.objects.keys(page_hash):
+            store.remove(key, True)
+
+    def _attempt(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+        try:
+            with self.connection.use() as store:
+                return call(store)
+        except (StoreAway, RuntimeError) as error:
+            self.counters.add(errors=1)
+            self._log(type(error).__name__, f"{error}")
+            return otherwise
+
+    def _failed(self, name: str, code: int) -> None:
+        self.counters.add(errors=1)
+        self._log(f"{name} {code}", f"Mooncake {name} failed with code {code}")
+
+    def _log(self, kind: str, text: str) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning("%s; a miss, further ones are only counted", text)

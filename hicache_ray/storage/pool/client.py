@@ -1,0 +1,318 @@
+"""A client of a storage pool, without Ray: who holds which page, calls to all of them at once, copies, verification.
+
+One operation makes one round of calls: one call per member, all under way together. Reading is `acquire` and copy (the
+release is not waited for), writing is `reserve`, copy, `commit`. What its holders do not have is asked for in another
+round: of the next best holder, and while pages move, of those who held it before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.storage.base import Bytes, StorageCounters
+from hicache_ray.storage.pool.channel import ChannelError, Deadline, Pending
+from hicache_ray.storage.pool.member import Answer, Member
+from hicache_ray.storage.pool.membership import PAGE_HASH_BYTES, Membership
+from hicache_ray.storage.pool.transport import Copier, PageReader, PageWriter, read_method, reader_of, writer_of
+from hicache_ray.storage.pool.wire import STALE, Request
+from hicache_ray.storage.shard.shard import EXISTING, GRANTED, Flags
+
+logger = logging.getLogger("hicache_ray.storage.pool.client")
+
+MEMBERSHIP_RETRIES = 3
+"""How often one operation is planned anew because the membership changed under it."""
+DIRECTORY_SECONDS = 1.0
+"""Between two looks into the directory, while members are away."""
+DIRECTORY_AWAY_SECONDS = 30.0
+"""After a look that failed."""
+
+
+class _MembershipChanged(Exception):
+    """A member refused: it knows a newer membership, which this client knows by now, too."""
+
+
+class _View(NamedTuple):
+    """The membership and its members at one moment."""
+
+    membership: Membership
+    members: list[Member]
+
+
+class _Place(NamedTuple):
+    """Pages granted by one member."""
+
+    member: int
+    writer: PageWriter
+    pages: list[int]
+
+
+class _Plan(NamedTuple):
+    """Where the pages of one `set` go: what is stored already, and what has a place to be written to."""
+
+    places: list[_Place]
+    existing: Flags
+    placed: Flags
+
+
+class PoolClient:
+    """Pages in and out of the members of a pool. Thread-safe. No method raises for what a member does."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        connect: Callable[[str], Member],
+        counters: StorageCounters,
+        copy_threads: int = 1,
+        directory: Callable[[], Membership | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        connect: makes the member of that name; called once per name, must not wait for it.
+        copy_threads: threads that copy the pages of one operation.
+        directory: reads the newest membership, in bounded time, or raises ChannelError. Asked while members are
+            away: those that would refuse an old membership may all be gone.
+        """
+        self._directory = directory
+        self._clock = clock
+        self._next_read = 0.0
+        self._copier = Copier(copy_threads)
+        self._connect = connect
+        self.counters = counters
+        self._lock = threading.Lock()
+        self._known: dict[str, Member] = {}
+        self._view = self._view_of(membership)
+
+    @property
+    def membership(self) -> Membership:
+        """The newest membership this client knows."""
+        return self._view.membership
+
+    @property
+    def members(self) -> list[Member]:
+        """The members, in the membership's order, and those that are leaving."""
+        return self._view.members
+
+    def adopt(self, membership: Membership) -> None:
+        """Use a membership from now on, unless a newer one is known."""
+        with self._lock:
+            if membership.epoch > self._view.membership.epoch:
+                self._view = self._view_of(membership)
+
+    def exists(self, keys: Sequence[bytes], deadline: Deadline) -> Flags:
+        """Which keys are stored."""
+        return self._replanned(len(keys), lambda view: self._exists(view, keys, deadline))
+
+    def get(self, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> Flags:
+        """Fill `pages` (one [..., segment_bytes] view per key); the flags after the first False are False."""
+        return self._replanned(len(keys), lambda view: self._get(view, keys, pages, deadline))
+
+    def set(self, keys: Sequence[bytes], pages: Sequence[Bytes], label: bytes, deadline: Deadline) -> Flags:
+        """Store `pages`; the flags after the first False are False. A page is stored when one of its holders has it."""
+        return self._replanned(len(keys), lambda view: self._set(view, keys, pages, label, deadline))
+
+    def close(self) -> None:
+        """End the copying threads and the connections. Idempotent."""
+        self._copier.close()
+        for member in self._view.members:
+            member.close()
+
+    def _exists(self, view: _View, keys: Sequence[bytes], deadline: Deadline) -> Flags:
+        found = np.zeros(len(keys), np.bool_)
+        search = _Search(view.membership, keys)
+        for choice in range(search.rounds):
+            groups = search.groups(choice, np.flatnonzero(~found))
+            for member, answer in self._ask(view, lambda _: "exists", groups, keys, deadline).items():
+                found[groups[member]] |= answer.reply.flags
+        return found
+
+    def _get(self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> Flags:
+        done = np.zeros(len(keys), np.bool_)
+        length = pages[0].nbytes if len(pages) else 0
+        search = _Search(view.membership, keys)
+        for choice in range(search.rounds):
+            groups = search.groups(choice, np.flatnonzero(~done))
+            answers = self._ask(view, read_method, groups, keys, deadline, length)
+            located: dict[int, tuple[PageReader, int]] = {}
+            readers = []
+            for member, answer in answers.items():
+                reader = reader_of(view.members[member], answer, length)
+                if reader is not None:
+                    readers.append(reader)
+                    granted = groups[member][answer.reply.grants["status"] == GRANTED]
+                    located.update((page, (reader, k)) for k, page in enumerate(granted.tolist()))
+            # Behind a hole no page is of use; but a hole may be filled as long as there is another holder to ask.
+            last = choice + 1 == search.rounds
+            wanted = _until_hole(done, located) if last else sorted(located)
+            jobs = [(located[page][0].load, located[page][1], pages[page]) for page in wanted]
+            done[wanted] = self._copier.run(jobs)
+            for reader in readers:
+                reader.finish(deadline)
+                self.counters.add(corrupt=len(reader.suspects))
+            if done.all():
+                break
+        return _leading(done)
+
+    def _set(
+        self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], label: bytes, deadline: Deadline
+    ) -> Flags:
+        length = pages[0].nbytes if len(pages) else 0
+        plan = self._reserve(view, keys, length, label, deadline)
+        # A page must not be stored without its ancestors, so nothing behind the first page without a place is written.
+        writable = _leading(plan.existing | plan.placed)
+        jobs = [
+            (place.writer.store, k, pages[page])
+            for place in plan.places
+            for k, page in enumerate(place.pages)
+            if writable[page]
+        ]
+        self._copier.run(jobs)
+        stored = self._commit(view, plan, writable, deadline)
+        done = _leading(plan.existing | stored)
+        new = int((done & stored).sum())
+        self.counters.add(set_stored=new, set_existing=int(done.sum()) - new, set_bytes=len(jobs) * length)
+        return done
+
+    def _reserve(self, view: _View, keys: Sequence[bytes], length: int, label: bytes, deadline: Deadline) -> _Plan:
+        owners = view.membership.owners(_hashes(keys))
+        everything = np.arange(len(keys))
+        groups = {member: everything[(owners == member).any(axis=1)] for member in np.unique(owners).tolist()}
+        plan = _Plan([], np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.bool_))
+        for member, answer in self._ask(view, lambda _: "reserve", groups, keys, deadline, length, label).items():
+            status = answer.reply.grants["status"]
+            plan.existing[groups[member][status == EXISTING]] = True
+            granted = groups[member][status == GRANTED]
+            if len(granted):
+                plan.placed[granted] = True
+                writer = writer_of(view.members[member], answer.reply, length)
+                plan.places.append(_Place(member, writer, granted.tolist()))
+        return plan
+
+    def _commit(self, view: _View, plan: _Plan, writable: Flags, deadline: Deadline) -> Flags:
+        """Which pages have become visible in one place at least."""
+        stored = np.zeros(len(writable), np.bool_)
+        pending: list[tuple[_Place, Pending | None]] = []
+        for place in plan.places:
+            good = writable[place.pages]
+            if good.any():
+                pending.append((place, place.writer.commit(good)))
+            else:
+                place.writer.abort()
+        for place, call in pending:
+            answer = view.members[place.member].finish(call, deadline)
+            if answer is not None:
+                stored[np.array(place.pages)[answer.reply.flags]] = True
+        return stored
+
+    def _ask(
+        self,
+        view: _View,
+        method_of: Callable[[Member], str],
+        groups: dict[int, npt.NDArray[np.int64]],
+        keys: Sequence[bytes],
+        deadline: Deadline,
+        length: int = 0,
+        label: bytes = b"",
+    ) -> dict[int, Answer]:
+        """One call to each member about its keys, all at once; the answers of those that gave one.
+
+        Raises:
+            _MembershipChanged: a member refused for an old membership; what the others granted is given back.
+        """
+        calls = {}
+        for member, group in groups.items():
+            request = Request(view.membership.epoch, [keys[i] for i in group.tolist()], length, label).pack()
+            calls[member] = view.members[member].start(method_of(view.members[member]), request)
+        answers = {member: view.members[member].finish(call, deadline) for member, call in calls.items()}
+        given = {member: answer for member, answer in answers.items() if answer is not None}
+        newer = [answer.reply.payload for answer in given.values() if answer.reply.status == STALE]
+        if newer:
+            self._give_back(view, given)
+            self.adopt(max(map(Membership.unpack, newer), key=lambda membership: membership.epoch))
+            raise _MembershipChanged
+        if len(given) < len(groups) and self._learn() > view.membership.epoch:
+            self._give_back(view, given)
+            raise _MembershipChanged
+        return given
+
+    def _learn(self) -> int:
+        """Look into the directory, unless that was done just now; the epoch known then."""
+        with self._lock:
+            due = self._clock() >= self._next_read
+            if due:
+                self._next_read = self._clock() + DIRECTORY_SECONDS
+        if due:
+            try:
+                membership = self._directory()
+            except ChannelError as error:
+                logger.info("the directory of storage pools can't be read now: %s", error)
+                self._next_read = self._clock() + DIRECTORY_AWAY_SECONDS
+            else:
+                if membership is not None and membership.token == self._view.membership.token:
+                    self.adopt(membership)
+        return self._view.membership.epoch
+
+    def _give_back(self, view: _View, answers: dict[int, Answer]) -> None:
+        for member, answer in answers.items():
+            if answer.reply.id:
+                view.members[member].send("abort", answer.reply.id)
+                view.members[member].send("release", answer.reply.id)
+
+    def _replanned(self, count: int, operation: Callable[[_View], Flags]) -> Flags:
+        for _ in range(MEMBERSHIP_RETRIES):
+            try:
+                return operation(self._view)
+            except _MembershipChanged:
+                continue
+        return np.zeros(count, np.bool_)
+
+    def _view_of(self, membership: Membership) -> _View:
+        members = {name: self._known.get(name) or self._connect(name) for name in membership.everyone}
+        self._known = members
+        return _View(membership, list(members.values()))
+
+
+class _Search:
+    """Whom to ask for pages, round after round: their holders, best first, then whoever held them before."""
+
+    def __init__(self, membership: Membership, keys: Sequence[bytes]) -> None:
+        self._membership = membership
+        self._hashes = _hashes(keys)
+        self._owners = membership.owners(self._hashes)
+        self._copies = self._owners.shape[1]
+        self.rounds = self._copies if membership.settled else self._copies + 1
+
+    def groups(self, choice: int, missing: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
+        """The page numbers, ascending, to ask of each member in that round, of those still missing."""
+        if choice < self._copies:
+            owners = self._owners[missing, choice]
+            return {member: missing[owners == member] for member in np.unique(owners).tolist()}
+        before = self._membership.owned_before([self._hashes[page] for page in missing.tolist()])
+        return {member: missing[before[:, member]] for member in np.flatnonzero(before.any(axis=0)).tolist()}
+
+
+def _hashes(keys: Sequence[bytes]) -> list[bytes]:
+    """The page hashes that keys end in."""
+    return [key[-PAGE_HASH_BYTES:] for key in keys]
+
+
+def _until_hole(done: Flags, located: dict[int, tuple[PageReader, int]]) -> list[int]:
+    """The located pages, in order, up to the first page that is neither done nor located."""
+    wanted = []
+    for page in range(len(done)):
+        if page in located:
+            wanted.append(page)
+        elif not done[page]:
+            break
+    return wanted
+
+
+def _leading(flags: Flags) -> Flags:
+    """The flags with everything behind the first False made False."""
+    return np.logical_and.accumulate(flags)

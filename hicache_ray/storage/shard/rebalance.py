@@ -1,0 +1,442 @@
+"""Re-balancing and repair in the background: each member of a pool brings the pages it holds to where they belong.
+
+A member looks at all its pages when it learns of a new membership, when it is asked to, when something was left undone,
+and once in a while. It offers each page to the other members that own it; those take what they lack. So joining,
+leaving, and the loss of a copy are one and the same work, which can be broken off and begun again anywhere.
+
+While a change is under way nothing is given up: clients look at the former owners, too. When every member has nothing
+left to do, one of them publishes the settled membership; only who has learned of that gives up pages that other
+members own, and refuses clients that have not. Reading never waits for any of this.
+
+Brings pages from one shard to another member of the pool: offer, copy what it takes, commit.
+
+Everything may be done twice: what the other has by now is not copied again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.storage.pool.channel import ChannelError, Deadline
+from hicache_ray.storage.pool.member import Answer, Member
+from hicache_ray.storage.pool.membership import Membership
+from hicache_ray.storage.pool.ray_channel import DirectoryConflict, bounded
+from hicache_ray.storage.pool.transport import PageWriter, writer_of
+from hicache_ray.storage.pool.wire import OK, STALE, Offer, Reply, Request
+from hicache_ray.storage.shard.grants import EXISTING, GRANTED, HeldPage
+from hicache_ray.storage.shard.rebalance_plan import (
+    BalanceReport,
+    RebalanceOptions,
+    displacing_share,
+    keys_of_others,
+    plan_of,
+)
+from hicache_ray.storage.shard.service import ShardService
+from hicache_ray.storage.shard.shard import Shard
+
+logger = logging.getLogger("hicache_ray.storage.shard.rebalance")
+
+RETRY_SECONDS = 1.0
+"""Until pages are looked at again of which some could not be brought to where they belong; doubles up to the period."""
+POLL_SECONDS = 0.3
+LONGEST_REST = 1.0
+
+
+class Directory(Protocol):
+    """Where memberships are published; see `PoolDirectory`."""
+
+    def read(self) -> Membership | None:
+        """The newest membership."""
+
+    def publish(self, membership: Membership) -> None:
+        """Write one down; DirectoryConflict when its epoch exists."""
+
+
+@dataclass
+class _Look:
+    """One look at all pages."""
+
+    number: int
+    membership: Membership
+    keys: list[bytes]
+    may_displace: int
+    complete: bool
+    next: int = 0
+    left: int = 0
+    away: set[str] = field(default_factory=set)
+
+
+class Rebalancer:
+    """The background work of one member. `advance` does one step of it; `start` does that in a thread.
+
+    `report` and `request` may be called by any thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        service: ShardService,
+        connect: Callable[[str], Member],
+        directory: Directory,
+        options: RebalanceOptions,
+        *,
+        returned: bool = False,
+        on_gone: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        connect: makes the other member of that name; must not wait for it.
+        returned: this member was away, and may have lost its pages: the others are asked to look at theirs.
+        on_gone: called when the member has left the pool and nobody ended it.
+        """
+        self._name = name
+        self._service = service
+        self._connect = connect
+        self._directory = directory
+        self._options = options
+        self._returned = returned
+        self._on_gone = on_gone
+        self._clock = clock
+        self._mover = PageMover(service.shard, options.call_timeout)
+        self._members: dict[str, Member] = {}
+        self._wanted = threading.Event()
+        self._stopped = threading.Event()
+        self._look: _Look | None = None
+        # Above the numbers of this member's earlier processes: who waits for a number need not know of a restart.
+        self._begun = self._finished = time.time_ns() // 1000
+        self._clean_epoch = self._looked_epoch = -1
+        self._next_look = 0.0
+        self._retry = RETRY_SECONDS
+        self._moved = self._left = 0
+        self._away: tuple[str, ...] = ()
+        self._gone_since: float | None = None
+
+    @property
+    def report(self) -> BalanceReport:
+        """How far this member is."""
+        membership, look = self._service.membership, self._look
+        return BalanceReport(
+            self._name,
+            membership.epoch,
+            membership.settled,
+            self._finished,
+            self._clean_epoch == membership.epoch,
+            len(look.keys) - look.next + look.left if look is not None else 0,
+            self._moved,
+            self._left,
+            self._away,
+        )
+
+    def balance(self) -> bytes:
+        """The report as a reply."""
+        service = self._service
+        return Reply(OK, service.membership.epoch, service.shard.arena.arena_id, 0, self.report.pack()).pack()
+
+    def set_membership(self, message: bytes) -> int:
+        """See `ShardService.set_membership`; the work begins if it is a new one."""
+        before = self._service.membership.epoch
+        epoch = self._service.set_membership(message)
+        if epoch != before:
+            self._wanted.set()
+        return epoch
+
+    def request(self) -> int:
+        """Have all pages looked at; the number that a report's `finished` has to reach for that."""
+        number = self._begun + 1
+        self._wanted.set()
+        return number
+
+    def start(self) -> None:
+        """Go on in a thread of its own, until `stop`."""
+        threading.Thread(target=self._run, name="l3-rebalance", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread after its step; does not wait for it."""
+        self._stopped.set()
+        self._wanted.set()
+
+    def advance(self) -> float:
+        """Do one step; returns the seconds to rest before the next, unless one is asked for."""
+        membership = self._service.membership
+        self._tell_the_others(membership)
+        if self._look is not None and self._look.membership is not membership:
+            self._look = None
+        if self._look is None and self._is_due(membership):
+            self._begin()
+            return 0.0
+        if self._look is not None:
+            return self._go_on(self._look)
+        self._leave_for_good(membership)
+        if not membership.settled and self._clean_epoch == membership.epoch:
+            self._settle(membership)
+            return POLL_SECONDS
+        return max(0.0, min(self._next_look - self._clock(), self._options.period))
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                rest = self.advance()
+            except Exception:
+                logger.exception("re-balancing of %s failed at a step; it begins again", self._name)
+                self._look, self._looked_epoch = None, -1
+                self._stopped.wait(RETRY_SECONDS)
+                continue
+            (self._stopped if self._look is not None else self._wanted).wait(rest)
+
+    def _is_due(self, membership: Membership) -> bool:
+        return self._wanted.is_set() or membership.epoch != self._looked_epoch or self._clock() >= self._next_look
+
+    def _begin(self) -> None:
+        self._wanted.clear()
+        self._begun += 1
+        if self._looked_epoch == self._service.membership.epoch:
+            self._learn_from_directory()
+        membership, service = self._service.membership, self._service
+        # Before the keys are listed: a page that an old membership brought here may become visible any moment.
+        complete = service.stores_by_membership
+        keys = keys_of_others(membership, self._name, service.shard.keys_by_use())
+        may_displace = round(displacing_share(membership, self._name) * len(keys))
+        self._look = _Look(self._begun, membership, keys, may_displace, complete)
+        self._connect_to(membership)
+
+    def _go_on(self, look: _Look) -> float:
+        if look.next >= len(look.keys):
+            self._end(look)
+            return 0.0
+        started = self._clock()
+        displace = look.next < look.may_displace
+        end = min(look.next + self._options.batch_pages, look.may_displace if displace else len(look.keys))
+        copied_bytes = self._move(look, look.keys[look.next : end], displace=displace)
+        look.next = end
+        # As long a rest as the work was: a copy by a client comes first.
+        return max(copied_bytes / self._options.bytes_per_second, min(self._clock() - started, LONGEST_REST))
+
+    def _move(self, look: _Look, keys: Sequence[bytes], *, displace: bool) -> int:
+        """Bring pages to their other owners; returns the bytes that were copied."""
+        pages = self._service.shard.describe(keys)
+        plan = plan_of(look.membership, self._name, [page.key for page in pages])
+        everywhere = np.ones(len(pages), np.bool_)
+        copied_bytes = 0
+        for place in np.flatnonzero(plan.targets.any(axis=0)).tolist():
+            wanted = plan.targets[:, place]
+            held, sent = self._bring(look, look.membership.members[place], _chosen(pages, wanted), displace)
+            copied_bytes += sent
+            everywhere &= ~wanted | np.array([page.key in held for page in pages], np.bool_)
+        look.left += int((~everywhere).sum())
+        if look.membership.settled and self._service.membership is look.membership:
+            self._service.shard.discard([page.key for page in _chosen(pages, everywhere & ~plan.owned)])
+        return copied_bytes
+
+    def _bring(self, look: _Look, name: str, pages: Sequence[HeldPage], displace: bool) -> tuple[frozenset[bytes], int]:
+        """Keys of the pages that a member has now, and the bytes that were copied."""
+        if name in look.away:
+            return frozenset(), 0
+        delivery = self._mover.deliver(self._members[name], look.membership.epoch, pages, displace=displace)
+        self._moved += delivery.copied
+        if delivery.newer:
+            self._service.set_membership(delivery.newer)
+        elif not delivery.answered:
+            look.complete = False
+            look.away.add(name)
+        return delivery.held, delivery.copied_bytes
+
+    def _end(self, look: _Look) -> None:
+        self._look = None
+        self._looked_epoch = look.membership.epoch
+        self._left, self._away = look.left, tuple(sorted(look.away))
+        self._clean_epoch = look.membership.epoch if look.complete else -1
+        self._finished = look.number
+        self._next_look = self._clock() + (self._options.period if look.complete else self._retry)
+        self._retry = RETRY_SECONDS if look.complete else min(2 * self._retry, self._options.period)
+
+    def _settle(self, membership: Membership) -> None:
+        """Publish the settled membership when all others have nothing left to do, too."""
+        others = [self._members[name] for name in membership.everyone if name != self._name]
+        calls = [(member, member.start("balance")) for member in others]
+        deadline = Deadline(self._options.call_timeout)
+        answers = [(member, member.finish(call, deadline)) for member, call in calls]
+        for member, answer in answers:
+            if answer is not None and answer.reply.epoch < membership.epoch:
+                member.send("set_membership", membership.pack())
+        if all(_is_done(answer, membership) for _, answer in answers):
+            self._publish(membership.settle())
+        elif any(answer is not None and answer.reply.epoch > membership.epoch for _, answer in answers):
+            self._learn_from_directory()
+
+    def _publish(self, membership: Membership) -> None:
+        try:
+            bounded(lambda: self._directory.publish(membership), self._options.call_timeout)
+        except DirectoryConflict:
+            # Another member was first, or the pool was changed again.
+            self._learn_from_directory()
+            return
+        logger.info("storage pool member %s: all pages are where they belong, epoch %d", self._name, membership.epoch)
+        self._service.set_membership(membership.pack())
+        for member in self._members.values():
+            member.send("set_membership", membership.pack())
+
+    def _learn_from_directory(self) -> None:
+        try:
+            membership = bounded(self._directory.read, self._options.call_timeout)
+        except ChannelError as error:
+            logger.info("the directory of storage pools can't be read now: %s", error)
+            return
+        if membership is not None and membership.token == self._service.membership.token:
+            self._service.set_membership(membership.pack())
+
+    def _connect_to(self, membership: Membership) -> None:
+        names = [name for name in membership.everyone if name != self._name]
+        for name in self._members.keys() - set(names):
+            self._members.pop(name).close()
+        for name in names:
+            if name not in self._members:
+                self._members[name] = self._connect(name)
+
+    def _tell_the_others(self, membership: Membership) -> None:
+        """Once, that this member is back."""
+        if self._returned:
+            self._returned = False
+            self._connect_to(membership)
+            for member in self._members.values():
+                member.send("rebalance")
+
+    def _leave_for_good(self, membership: Membership) -> None:
+        if self._name in membership.everyone or self._on_gone is None:
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = self._clock()
+        elif self._clock() - self._gone_since >= self._options.linger:
+            self._on_gone()
+
+
+def _chosen(pages: Sequence[HeldPage], which: np.ndarray) -> list[HeldPage]:
+    return [pages[i] for i in np.flatnonzero(which).tolist()]
+
+
+def _is_done(answer: Answer | None, membership: Membership) -> bool:
+    if answer is None:
+        return False
+    report = BalanceReport.unpack(answer.reply.payload)
+    return report.clean and report.epoch == membership.epoch
+
+
+MOST_BYTES = 8 << 20
+"""Most bytes under way at once, unless one page has more."""
+
+
+class Delivery(NamedTuple):
+    """What came of pages that were offered to a member.
+
+    Attributes:
+        held: keys of those that it has now; for the others it has no room, unless not `answered`.
+        copied, copied_bytes: how many it did not have before.
+        answered: False when it is away or gave something up; it should be tried again then.
+        newer: a newer membership that it knows (packed), else empty.
+    """
+
+    held: frozenset[bytes] = frozenset()
+    copied: int = 0
+    copied_bytes: int = 0
+    answered: bool = True
+    newer: bytes = b""
+
+    def plus(self, other: Delivery) -> Delivery:
+        """Both together."""
+        return Delivery(
+            self.held | other.held,
+            self.copied + other.copied,
+            self.copied_bytes + other.copied_bytes,
+            self.answered and other.answered,
+            self.newer or other.newer,
+        )
+
+
+class PageMover:
+    """Moves pages of one shard. To be used by one thread."""
+
+    def __init__(self, shard: Shard, call_timeout: float) -> None:
+        self._shard = shard
+        self._call_timeout = call_timeout
+
+    def deliver(self, member: Member, epoch: int, pages: Sequence[HeldPage], *, displace: bool) -> Delivery:
+        """Bring pages to a member; see `Shard.offer` for `displace`. Ends at the first call that is not answered."""
+        total = Delivery()
+        for group in _groups(pages):
+            total = total.plus(self._deliver(member, epoch, group, displace))
+            if not total.answered:
+                break
+        return total
+
+    def _deliver(self, member: Member, epoch: int, pages: list[HeldPage], displace: bool) -> Delivery:
+        """Of pages with one label and length."""
+        length, label = pages[0].length, pages[0].label
+        request = Request(epoch, [page.key for page in pages], length, label)
+        expires = np.array([page.expires for page in pages], np.float64)
+        answer = self._call(member, "offer", Offer(request, expires, displace).pack())
+        if answer is None:
+            return Delivery(answered=False)
+        if answer.reply.status == STALE:
+            return Delivery(answered=False, newer=answer.reply.payload)
+        status = answer.reply.grants["status"]
+        there = Delivery(_keys(pages, status == EXISTING))
+        granted = [pages[i] for i in np.flatnonzero(status == GRANTED).tolist()]
+        if not granted:
+            return there
+        return there.plus(self._copy(member, writer_of(member, answer.reply, length), granted))
+
+    def _copy(self, member: Member, writer: PageWriter, pages: list[HeldPage]) -> Delivery:
+        lease, lent = self._shard.lend([page.key for page in pages])
+        suspects: list[int] = []
+        try:
+            found = {page.key: page for page in lent}
+            good = np.zeros(len(pages), np.bool_)
+            for k, page in enumerate(pages):
+                source = found.get(page.key)
+                # Another page of the key may have come since; its length decides whether it fits the slot.
+                if source is None or source.length != page.length:
+                    continue
+                writer.store(k, self._shard.arena.data(source.offset, source.length))
+                good[k] = writer.checksums[k] == source.checksum
+                if not good[k]:
+                    suspects.append(source.slot)
+        finally:
+            self._shard.release(lease, suspects)
+        if not good.any():
+            writer.abort()
+            return Delivery()
+        answer = member.finish(writer.commit(good), Deadline(self._call_timeout))
+        if answer is None:
+            return Delivery(answered=False)
+        taken = answer.reply.flags & good
+        count = int(taken.sum())
+        complete = bool((taken == good).all())
+        return Delivery(_keys(pages, taken), count, count * pages[0].length, complete)
+
+    def _call(self, member: Member, method: str, message: bytes) -> Answer | None:
+        return member.finish(member.start(method, message), Deadline(self._call_timeout))
+
+
+def _groups(pages: Sequence[HeldPage]) -> Iterator[list[HeldPage]]:
+    """The pages in groups of one label and length, each of at most MOST_BYTES."""
+    # Stable: within a group the hottest stay first.
+    for (_, length), same in groupby(sorted(pages, key=_kind), _kind):
+        group, count = list(same), max(1, MOST_BYTES // length)
+        for start in range(0, len(group), count):
+            yield group[start : start + count]
+
+
+def _kind(page: HeldPage) -> tuple[bytes, int]:
+    return page.label, page.length
+
+
+def _keys(pages: Sequence[HeldPage], which: npt.NDArray[np.bool_]) -> frozenset[bytes]:
+    return frozenset(pages[i].key for i in np.flatnonzero(which).tolist())
