@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hicache_ray.deadline import Deadline
 from hicache_ray.storage.base import StorageCounters
-from hicache_ray.storage.pool.channel import Deadline
 from hicache_ray.storage.pool.client import PoolClient
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.ray_channel import DirectoryConflict

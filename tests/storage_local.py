@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from hicache_ray.deadline import Deadline
 from hicache_ray.storage.base import StorageCounters
 from hicache_ray.storage.guard import Breaker
-from hicache_ray.storage.pool.channel import ChannelError, ChannelLost, ChannelTimeout, Deadline
+from hicache_ray.storage.pool.channel import ChannelError, ChannelLost, ChannelTimeout
 from hicache_ray.storage.pool.client import PoolClient
 from hicache_ray.storage.pool.member import Member
 from hicache_ray.storage.pool.membership import Membership

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.actors.local_group import LocalGroup
+from hicache_ray.deadline import Deadline
 from hicache_ray.faults.injector import injected
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.hashing import ModelIdentity, Namespace, page_hashes
@@ -25,7 +26,6 @@ from hicache_ray.storage.file import format as file_format
 from hicache_ray.storage.file.storage import FileStorage
 from hicache_ray.storage.guard import ERRORS_IN_A_ROW
 from hicache_ray.storage.memory import drop_store
-from hicache_ray.storage.pool.channel import Deadline
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
 from hicache_ray.testing.serving import ask, settle, wait_for
 from hicache_ray.testing.subject import StorageSubject

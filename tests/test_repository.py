@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "hicache_ray"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"radix", "hashing", "config", "faultpoints"},
+    {"radix", "hashing", "config", "deadline", "faultpoints"},
     {"pools"},
     {"index"},
     {"kernels"},

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ray.storage.pool.channel import Deadline
+from hicache_ray.deadline import Deadline
 from hicache_ray.storage.pool.client import PoolClient
 from tests.storage_local import PAGE, LocalPool, in_threads, is_lost, page_key, page_of, times_out
 

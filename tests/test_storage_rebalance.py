@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ray.storage.pool.channel import Deadline
+from hicache_ray.deadline import Deadline
 from hicache_ray.storage.pool.membership import MOST_CHANGES, Membership
 from hicache_ray.storage.shard.rebalance_plan import (
     BalanceReport,

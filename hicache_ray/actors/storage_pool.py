@@ -30,7 +30,8 @@ from hicache_ray.actors.storage_actor import (
     StorageActorSpec,
     actor_exists,
 )
-from hicache_ray.storage.pool.channel import ChannelError, Deadline, Pending
+from hicache_ray.deadline import Deadline
+from hicache_ray.storage.pool.channel import ChannelError, Pending
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.options import DEFAULT_POOL, actor_name
 from hicache_ray.storage.pool.ray_channel import DirectoryConflict, PoolDirectory, RayChannel

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -17,22 +15,6 @@ class ChannelTimeout(ChannelError):
 
 class ChannelLost(ChannelError):
     """The actor is away: dead, restarting, or never there."""
-
-
-class Deadline:
-    """A point in time that all waits of one operation share."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end = clock() + seconds
-
-    def remaining(self) -> float:
-        """Seconds left, not below 0."""
-        return max(0.0, self._end - self._clock())
-
-    def at_most(self, seconds: float) -> float:
-        """Seconds a single wait may take: what is left, but not more than `seconds`."""
-        return min(self.remaining(), seconds)
 
 
 class Pending(Protocol):

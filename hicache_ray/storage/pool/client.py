@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ray.deadline import Deadline
 from hicache_ray.storage.base import Bytes, StorageCounters
-from hicache_ray.storage.pool.channel import ChannelError, Deadline, Pending
+from hicache_ray.storage.pool.channel import ChannelError, Pending
 from hicache_ray.storage.pool.member import Answer, Member
 from hicache_ray.storage.pool.membership import PAGE_HASH_BYTES, Membership
 from hicache_ray.storage.pool.transport import Copier, PageReader, PageWriter, read_method, reader_of, writer_of

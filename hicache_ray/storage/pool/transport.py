@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray import faultpoints
+from hicache_ray.deadline import Deadline
 from hicache_ray.storage.base import Bytes
-from hicache_ray.storage.pool.channel import Deadline, Pending
+from hicache_ray.storage.pool.channel import Pending
 from hicache_ray.storage.pool.member import Answer, Member
 from hicache_ray.storage.pool.wire import Commit, Reply
 from hicache_ray.storage.shard.arena import ArenaMapping

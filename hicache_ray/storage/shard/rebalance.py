@@ -26,7 +26,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ray.storage.pool.channel import ChannelError, Deadline
+from hicache_ray.deadline import Deadline
+from hicache_ray.storage.pool.channel import ChannelError
 from hicache_ray.storage.pool.member import Answer, Member
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.ray_channel import DirectoryConflict, bounded

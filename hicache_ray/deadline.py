@@ -1,0 +1,32 @@
+"""A point in time that all waits of one operation share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Deadline:
+    """The end of an operation: whatever it waits for, it waits no longer than until then.
+
+    Args:
+        seconds: from now.
+        clock: seconds; monotonic, so that a clock that is set neither shortens nor lengthens a wait.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return self._clock() >= self._end
+
+    def remaining(self) -> float:
+        """Seconds left, not below 0."""
+        return max(0.0, self._end - self._clock())
+
+    def at_most(self, seconds: float) -> float:
+        """Seconds a single wait may take: what is left, but not more than `seconds`."""
+        return min(self.remaining(), seconds)
