@@ -15,10 +15,12 @@ from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
 from tests.index_pair import path_locks
 
+TRACES = Path(__file__).resolve().parent / "data" / "tree_traces.jsonl.gz"
 
-def traces(path: Path) -> Iterator[dict[str, Any]]:
-    """The recorded traces of a gzipped JSON-lines file."""
-    with gzip.open(path, "rt") as lines:
+
+def traces() -> Iterator[dict[str, Any]]:
+    """The recorded traces; tests/data/README.md says what they hold."""
+    with gzip.open(TRACES, "rt") as lines:
         for line in lines:
             yield json.loads(line)
 

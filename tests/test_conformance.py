@@ -7,7 +7,6 @@ to the operation that loses the slots.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,9 @@ LOSES_SLOTS = {21: 98, 158: 124}
 
 
 @pytest.fixture(scope="module")
-def recorded(shared: Path) -> list[dict[str, Any]]:
+def recorded() -> list[dict[str, Any]]:
     """All traces."""
-    return list(traces(shared / "conformance" / "tree_traces.jsonl.gz"))
+    return list(traces())
 
 
 def test_every_trace_is_there(recorded: list[dict[str, Any]]) -> None:
