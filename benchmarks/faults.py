@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^A worker died or was killed")
 
-from hicache_ray.config.config import HiCacheConfig  # noqa: E402
+from hicache_ray.config import HiCacheConfig  # noqa: E402
 from hicache_ray.faults.chaos import SHORT_DEADLINES, ChaosSettings, run_chaos  # noqa: E402
 from hicache_ray.faults.plan import FaultPlan  # noqa: E402
 

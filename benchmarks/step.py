@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 import ray  # noqa: E402
 
 from hicache_ray.actors.group import TPGroup  # noqa: E402
-from hicache_ray.config.config import HiCacheConfig  # noqa: E402
+from hicache_ray.config import HiCacheConfig  # noqa: E402
 from hicache_ray.rank.step import Admit, Finish  # noqa: E402
 from hicache_ray.service import start  # noqa: E402
 

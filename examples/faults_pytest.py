@@ -12,7 +12,7 @@ import pytest
 
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.actors.storage_pool import StoragePool
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.faults.service import ServiceFaults
 from hicache_ray.testing.serving import ask, settle
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import hicache_ray
 from hicache_ray.actors.errors import GroupRestarted
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.faults.service import FaultRunner, ServiceFaults
 from hicache_ray.testing.serving import ask, settle

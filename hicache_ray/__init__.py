@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hicache_ray.config.config import ConfigError, HiCacheConfig
+    from hicache_ray.config import ConfigError, HiCacheConfig
     from hicache_ray.hashing import Namespace, page_hashes
     from hicache_ray.index import TieredIndex
     from hicache_ray.pools.device import DevicePool
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from hicache_ray.service import Service, connect, start
 
 _HOME = {
-    "ConfigError": "config.options",
+    "ConfigError": "config",
     "DevicePool": "pools.device",
-    "HiCacheConfig": "config.config",
+    "HiCacheConfig": "config",
     "HiRadixCache": "rank.cache",
     "HostPool": "pools.host",
     "KVSpec": "pools.spec",

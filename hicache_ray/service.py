@@ -26,7 +26,7 @@ from hicache_ray.actors.group import GroupOptions, Healer, TPGroup
 from hicache_ray.actors.rank import RankSpec
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.actors.supervisor import SupervisorClient
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.config.options import parse_extra_config
 from hicache_ray.storage.shard.arena import arenas_of
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.rank.step import Admit, Finish, GroupAnswer, Scheduled
 from hicache_ray.service import RayStart, Service, start
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hicache_ray.actors.local_group import LocalGroup
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.replay.driver import DriveSettings, Measured, drive, settle
 from hicache_ray.replay.run import ENGINE
 from hicache_ray.replay.settings import ReplaySettings, replay_config

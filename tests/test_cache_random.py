@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from hicache_ray.config.options import PREFETCH_POLICIES, WRITE_POLICIES
+from hicache_ray.config.names import PREFETCH_POLICIES, WRITE_POLICIES
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 from hicache_ray.rank.control import DONE, DRAINING, REFUSED
 from hicache_ray.rank.step import Admit, Chunk, Control, Finish, Peek

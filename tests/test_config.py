@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hicache_ray.config.config import (
+from hicache_ray.config import (
     ConfigError,
     HiCacheConfig,
     effective_prefetch_threshold,
@@ -201,7 +201,7 @@ def test_identity_of_mla_has_the_latent_width_and_is_equal_on_all_ranks():
 
 
 def test_config_imports_neither_torch_nor_ray():
-    code = "import sys, hicache_ray.config.config; sys.exit(bool({'torch', 'ray'} & sys.modules.keys()))"
+    code = "import sys, hicache_ray.config; sys.exit(bool({'torch', 'ray'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from hicache_ray.config.config import HiCacheConfig
-from hicache_ray.config.options import EVICTION_POLICIES, STORAGE_BACKENDS, options_of, types_of
+from hicache_ray.config import HiCacheConfig
+from hicache_ray.config.names import eviction_policies
+from hicache_ray.config.options import STORAGE_BACKENDS, options_of, types_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 OPTIONS = options_of(HiCacheConfig)
 NAMES_OF = {
-    "radix_eviction_policy": "one of " + ", ".join(EVICTION_POLICIES) + ", or a registered one",
+    "radix_eviction_policy": "one of " + ", ".join(eviction_policies()) + ", or a registered one",
     "hicache_storage_backend": "one of " + ", ".join(STORAGE_BACKENDS) + ", or a registered one",
 }
 """Values that are checked against a registry instead of the option's own choices."""

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from hicache_ray.config.config import Adjustment, Capabilities, ConfigError, HiCacheConfig, explain
+from hicache_ray.config import Adjustment, Capabilities, ConfigError, HiCacheConfig, explain
 
 CPU = Capabilities()
 CUDA = Capabilities(cuda=True, flashinfer=True)
@@ -89,7 +89,7 @@ ADJUSTED = {
 @pytest.mark.parametrize("capabilities, options, expected", ADJUSTED.values(), ids=ADJUSTED)
 def test_adjustment(capabilities, options, expected, caplog):
     """Each with one warning that names the old and the new value; what is adjusted then resolves to itself."""
-    with caplog.at_level(logging.WARNING, logger="hicache_ray.config.config"):
+    with caplog.at_level(logging.WARNING, logger="hicache_ray.config"):
         config, adjustments = resolved(capabilities, **options)
     assert [(change.name, change.old, change.new) for change in adjustments] == expected
     assert all(getattr(config, name) == new for name, _, new in expected)

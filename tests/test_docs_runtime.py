@@ -9,7 +9,7 @@ import pytest
 
 from hicache_ray.actors.control import RuntimeControl
 from hicache_ray.commands.ctl import command
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.config.options import options_of
 from hicache_ray.rank.control import POLICIES
 

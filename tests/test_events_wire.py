@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ray.config.options import KV_EVENT_ENCODINGS
+from hicache_ray.config.names import KV_EVENT_ENCODINGS
 from hicache_ray.events import (
     CPU,
     GPU,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.hashing import Namespace
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ray.config.config import ConfigError
+from hicache_ray.config import ConfigError
 from hicache_ray.replay.index_only import IndexReplayError, IndexSettings, replay_index
 from hicache_ray.replay.settings import ReplaySettings, index_settings
 from hicache_ray.replay.workload import Workload, load_workload

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hicache_ray.actors.local_group import LocalGroup
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.hashing import Namespace, token_bytes
 from hicache_ray.rank.step import Admit, Finish
 from hicache_ray.replay.engine import SyntheticEngine

@@ -18,7 +18,7 @@ import numpy as np
 
 from hicache_ray.actors.control import RuntimeControl
 from hicache_ray.actors.errors import DivergenceError, GroupError
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.metrics import RankMetrics
 from hicache_ray.rank import control
 from hicache_ray.rank.audit import audit_of, status_of

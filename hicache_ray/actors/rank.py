@@ -16,7 +16,7 @@ from hicache_ray import faultpoints
 from hicache_ray.actors.collective import CollectiveError, ReductionGroup
 from hicache_ray.actors.errors import StaleGeneration, StepCollision
 from hicache_ray.actors.recovery import RankInfo
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.events.publisher import KVEvents
 from hicache_ray.metrics import RankMetrics, RayExporter
 from hicache_ray.rank import control

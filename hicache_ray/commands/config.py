@@ -21,8 +21,8 @@ def explain(**options: Any) -> None:
 
     Exits with 2 and the reason where the options can't work.
     """
-    from hicache_ray.config.config import HiCacheConfig
-    from hicache_ray.config.config import explain as explained
+    from hicache_ray.config import HiCacheConfig
+    from hicache_ray.config import explain as explained
 
     with bad_input():
         lines = explained(HiCacheConfig.from_mapping(given_options(options)))

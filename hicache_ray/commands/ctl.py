@@ -16,7 +16,7 @@ import click
 
 from hicache_ray.commands.input import BadInput, bad_input
 from hicache_ray.commands.running import RunFailed
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.config.options import PREFETCH_KEYS, options_of, parse_extra_config, types_of
 from hicache_ray.rank.control import POLICIES, ControlRefused, ControlTimeout, checked_policies
 

@@ -21,13 +21,13 @@ from hicache_ray.commands.input import (
     given_options,
 )
 from hicache_ray.commands.running import INDEX, LOCAL, RAY, RunFailed, checked_config, run_replay, write_json
-from hicache_ray.config.options import (
+from hicache_ray.config.names import (
     ATTENTION_KINDS,
     IO_BACKENDS,
     MEM_LAYOUTS,
     PREFETCH_POLICIES,
     WRITE_POLICIES,
-    eviction_policy_names,
+    eviction_policies,
 )
 from hicache_ray.replay.report import ReplayReport, report_tables, sweep_table
 from hicache_ray.replay.settings import ReplaySettings
@@ -67,7 +67,7 @@ PROCESSES = Whole(1, MOST_PROCESSES)
 @click.option("--l3-bytes", type=ByteSize(), default=DEFAULTS.l3_bytes, help="Capacity of L3 (64MiB, 1GB); 0: none.")
 @click.option("--l3", metavar="URL", help="L3 instead: file:///DIR, mooncake://HOST:PORT?metadata=URL, ray://POOL.")
 @click.option("--storage-actors", type=PROCESSES, default=DEFAULTS.storage_actors, help="Storage actors that hold L3.")
-@click.option("--policy", type=click.Choice(eviction_policy_names()), default=DEFAULTS.policy, help="Eviction policy.")
+@click.option("--policy", type=click.Choice(eviction_policies()), default=DEFAULTS.policy, help="Eviction policy.")
 @click.option(
     "--write-policy", type=click.Choice(WRITE_POLICIES), default=DEFAULTS.write_policy, help="L1 to L2: when."
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicache_ray.commands.input import BadInput, bad_input
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.replay.report import ReplayReport
 from hicache_ray.replay.settings import ReplaySettings, check_unused, index_settings, replay_config
 from hicache_ray.replay.workload import Workload

@@ -1,0 +1,22 @@
+"""The configuration: `HiCacheConfig`, what it resolves to on a machine, and the error that says what can't work."""
+
+from hicache_ray.config.config import (
+    HiCacheConfig,
+    effective_prefetch_threshold,
+    prefetch_timeout,
+    prefetch_timeout_per_page,
+)
+from hicache_ray.config.options import ConfigError
+from hicache_ray.config.rules import Adjustment, Capabilities, Resolution, explain
+
+__all__ = [
+    "Adjustment",
+    "Capabilities",
+    "ConfigError",
+    "HiCacheConfig",
+    "Resolution",
+    "effective_prefetch_threshold",
+    "explain",
+    "prefetch_timeout",
+    "prefetch_timeout_per_page",
+]

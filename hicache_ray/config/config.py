@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hicache_ray.config.options import (
+from hicache_ray.config.names import (
     ATTENTION_KINDS,
     COLLECTIVE_BACKENDS,
     DEVICES,
@@ -21,9 +21,11 @@ from hicache_ray.config.options import (
     PREFETCH_POLICIES,
     UNSUPPORTED_ATTENTION,
     WRITE_POLICIES,
+    eviction_policies,
+)
+from hicache_ray.config.options import (
     ConfigError,
     check_value,
-    eviction_policy_names,
     option,
     options_of,
     parse_text,
@@ -178,7 +180,7 @@ class HiCacheConfig:
             checked = check_value(name, value, spec, types[name])
             if checked is not value:
                 object.__setattr__(self, name, checked)
-        _check_name("radix_eviction_policy", self.radix_eviction_policy, eviction_policy_names())
+        _check_name("radix_eviction_policy", self.radix_eviction_policy, eviction_policies())
         if self.hicache_storage_backend is not None:
             _check_name("hicache_storage_backend", self.hicache_storage_backend, storage_backend_names())
 

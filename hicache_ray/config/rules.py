@@ -14,13 +14,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hicache_ray.config.names import REPLACED_LAYOUTS, can_copy, layouts_of
 from hicache_ray.config.options import PREFETCH_KEYS, ConfigError, parse_extra_config
 
 if TYPE_CHECKING:
     from hicache_ray.config.config import HiCacheConfig
 
 
-logger = logging.getLogger("hicache_ray.config.config")
+logger = logging.getLogger("hicache_ray.config")
 
 
 class Capabilities(NamedTuple):
@@ -198,10 +199,11 @@ def _mooncake_needs_whole_pages(config: HiCacheConfig, _: Capabilities) -> Itera
         yield Adjustment("hicache_mem_layout", "layer_first", layout, reason)
 
 
-def _direct_needs_page_first_direct(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
-    if config.hicache_io_backend == "direct" and config.hicache_mem_layout == "page_first":
-        reason = "the direct backend can't move the page_first layout"
-        yield Adjustment("hicache_mem_layout", "page_first", "page_first_direct", reason)
+def _layout_that_is_replaced(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
+    backend, layout = config.hicache_io_backend, config.hicache_mem_layout
+    if (backend, layout) in REPLACED_LAYOUTS:
+        reason = f"the {backend} backend can't move the {layout} layout"
+        yield Adjustment("hicache_mem_layout", layout, REPLACED_LAYOUTS[backend, layout], reason)
 
 
 # In this order, as SGLang does: what a rule changes, the later ones see.
@@ -210,16 +212,8 @@ _RULES: tuple[Rule, ...] = (
     _page_first_direct_needs_direct,
     _flash_attention_3,
     _mooncake_needs_whole_pages,
-    _direct_needs_page_first_direct,
+    _layout_that_is_replaced,
 )
-
-
-LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
-    "kernel": ("layer_first", "page_first", "page_head"),
-    "direct": ("layer_first", "page_first_direct"),
-    "kernel_ascend": ("page_first_direct", "page_first_kv_split"),
-}
-"""Layouts each I/O backend can move (article 5.4)."""
 
 
 def check(config: HiCacheConfig, *, cuda: bool, npu: bool) -> None:
@@ -258,14 +252,14 @@ def _check_device(config: HiCacheConfig, cuda: bool, npu: bool) -> None:
 
 def _check_layout(config: HiCacheConfig) -> None:
     backend, layout = config.hicache_io_backend, config.hicache_mem_layout
-    if layout not in LAYOUTS_OF[backend]:
+    if layout not in layouts_of(backend):
         raise ConfigError(
             f"hicache_io_backend {backend} can't move hicache_mem_layout {layout}; "
-            f"with {backend} use {' or '.join(LAYOUTS_OF[backend])}"
+            f"with {backend} use {' or '.join(layouts_of(backend))}"
         )
     if backend == "kernel_ascend" and config.device != "npu":
         raise ConfigError(f"hicache_io_backend kernel_ascend needs an NPU, device is {config.device}; use kernel")
-    if layout == "page_head" and config.attention == "mla":
+    if not can_copy(backend, layout, config.attention):
         raise ConfigError("hicache_mem_layout page_head sorts a page by heads, and mla has none; use page_first")
     if layout == "page_first_kv_split" and config.attention == "mla" and config.hicache_storage_backend:
         raise ConfigError(

@@ -23,7 +23,7 @@ from hicache_ray.events.recorder import EventRecorder, RecordedBatch
 from hicache_ray.events.wire import encode_batch
 
 if TYPE_CHECKING:
-    from hicache_ray.config.config import HiCacheConfig
+    from hicache_ray.config import HiCacheConfig
     from hicache_ray.rank.cache import HiRadixCache
 
 
@@ -49,7 +49,7 @@ class PublisherOptions:
             does. Port `*` is any free one.
         replay_endpoint: bound; "" for none.
         topic: first frame of every message.
-        encoding: of `config_names.KV_EVENT_ENCODINGS`.
+        encoding: of `hicache_ray.config.names.KV_EVENT_ENCODINGS`.
         kept_batches: batches that can be replayed.
         queued_batches: batches that may wait for the publisher's thread; beyond them one is lost, and its number with
             it, so that subscribers see the gap.

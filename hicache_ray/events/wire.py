@@ -127,7 +127,7 @@ class EventFormatError(ValueError):
 
 
 def encode_batch(batch: EventBatch, encoding: str = "array") -> bytes:
-    """A batch as a payload; `encoding` is one of `config_names.KV_EVENT_ENCODINGS`."""
+    """A batch as a payload; `encoding` is one of `hicache_ray.config.names.KV_EVENT_ENCODINGS`."""
     events = [_packed(event, encoding) for event in batch.events]
     return msgpack.packb([batch.timestamp, events, batch.data_parallel_rank])
 

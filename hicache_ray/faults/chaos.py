@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.faults.audit import audit
 from hicache_ray.faults.client import ChaosClient, ChatSource
 from hicache_ray.faults.plan import CORRUPT, Action, FaultPlan

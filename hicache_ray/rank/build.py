@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.config.options import parse_extra_config
 from hicache_ray.index import TieredIndex
 from hicache_ray.kernels.dispatch import transfer

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hicache_ray import faultpoints
-from hicache_ray.config.config import prefetch_timeout_per_page
+from hicache_ray.config import prefetch_timeout_per_page
 from hicache_ray.index import Match, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.rank.audit import PoolLedger, audit

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hicache_ray.config.config import HiCacheConfig
+from hicache_ray.config import HiCacheConfig
 from hicache_ray.config.options import ConfigError, check_value, options_of, types_of
 from hicache_ray.storage.registry import BackendError
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hicache_ray.config.config import ConfigError, HiCacheConfig
+from hicache_ray.config import ConfigError, HiCacheConfig
 from hicache_ray.replay.driver import DriveSettings, Measured, Progress, SteppedGroup, drive, settle
 from hicache_ray.replay.index_only import evictions_of
 from hicache_ray.replay.report import POOL_NAMES, ReplayReport, add_up

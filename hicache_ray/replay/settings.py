@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hicache_ray.config.config import ConfigError, HiCacheConfig
+from hicache_ray.config import ConfigError, HiCacheConfig
+from hicache_ray.config.names import layouts_of
 from hicache_ray.replay.index_only import IndexSettings
 from hicache_ray.replay.workload import Workload
 
@@ -16,9 +17,6 @@ HOST_MEMORY_RESERVE = 1.0
 L1_REQUESTS = 2
 L2_TO_L1 = 4
 """Default sizes: L1 holds two of the longest requests, L2 four times as much."""
-
-DIRECT_LAYOUTS = ("layer_first", "page_first_direct")
-"""Layouts that the direct copies move; the others need the kernel backend."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def _largest_request(workload: Workload, page_size: int) -> int:
 
 
 def _options(settings: ReplaySettings, storage_backend: str) -> dict[str, Any]:
-    io_backend = settings.io_backend or ("direct" if settings.layout in DIRECT_LAYOUTS else "kernel")
+    io_backend = settings.io_backend or ("direct" if settings.layout in layouts_of("direct") else "kernel")
     rotary = settings.head_dim // 4
     options: dict[str, Any] = {
         "model_name": "synthetic",

@@ -23,7 +23,7 @@ import pytest
 if TYPE_CHECKING:
     from hicache_ray.actors.group import TPGroup
     from hicache_ray.actors.storage_pool import StoragePool
-    from hicache_ray.config.config import HiCacheConfig
+    from hicache_ray.config import HiCacheConfig
     from hicache_ray.faults.plan import FaultPlan
     from hicache_ray.faults.service import ServiceFaults
     from hicache_ray.service import Service
@@ -95,7 +95,7 @@ def hicache_ray() -> Iterator[None]:
 @pytest.fixture
 def hicache_config() -> HiCacheConfig:
     """Configuration of the test's service: two ranks, two storage actors, all tiers tiny, short deadlines."""
-    from hicache_ray.config.config import HiCacheConfig
+    from hicache_ray.config import HiCacheConfig
 
     return HiCacheConfig(
         model_name="test",
