@@ -1,4 +1,4 @@
-"""Named points at which a test or a drill may break things (`hicache_ray.testing`). Nothing here breaks anything.
+"""Named points at which a test or a drill may break things (`hicache_ray.faults`). Nothing here breaks anything.
 
 While no injector is installed, which is always so in service, a point costs one comparison.
 """
@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Result = TypeVar("Result")
+_Answer = TypeVar("_Answer")
 Views = Sequence[npt.NDArray[np.uint8]]
 
 POINTS = {
@@ -93,15 +93,15 @@ def fails(point: str, peer: str = "") -> bool:
     return _injector is not None and _injector.fails(point, peer)
 
 
-def around(point: str, asked: int, call: Callable[[], Result]) -> Callable[[], Result]:
+def around(point: str, asked: int, call: Callable[[], _Answer]) -> Callable[[], _Answer]:
     """A call about `asked` pages with a point before it and its answer as the plan leaves it."""
     injector = _injector
     if injector is None:
         return call
 
-    def broken() -> Result:
+    def broken() -> _Answer:
         injector.reach(point, "")
-        answer: Result = injector.answered(point, asked, call())
+        answer: _Answer = injector.answered(point, asked, call())
         return answer
 
     return broken

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hicache_ray import faultpoints
 from hicache_ray.faultpoints import InjectedFault
 from hicache_ray.faults.injector import injected
-from hicache_ray.faults.plan import KINDS, ROLES, Fault, FaultPlan, FaultPlanError, Identity, Target, points_of
+from hicache_ray.faults.kinds import KINDS, ROLES, points_of
+from hicache_ray.faults.plan import FaultPlan, FaultPlanError, Identity, PlannedFault, Target
 
 THERE = [
     *[Identity("rank", rank, group) for group in ("a", "b") for rank in range(2)],
@@ -114,9 +115,9 @@ def test_every_kind_happens_somewhere_or_is_refused(kind: str, role: str) -> Non
     fault = {"kind": kind, "who": who, "seconds": 0.01}
     if not points_of(kind, role):
         with pytest.raises(FaultPlanError):
-            Fault.parse(fault)
+            PlannedFault.parse(fault)
         return
-    assert any(Fault.parse(fault).is_at(point) for point in points_of(kind, role))
+    assert any(PlannedFault.parse(fault).is_at(point) for point in points_of(kind, role))
 
 
 def calls_that_fail(count: int, **fault: Any) -> list[int]:

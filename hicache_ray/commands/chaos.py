@@ -12,7 +12,7 @@ import click
 from hicache_ray.commands.input import MOST_PROCESSES, BadInput, Number, OutputPath, Whole, bad_input, check_output
 from hicache_ray.commands.running import RunFailed, in_one_line, start_failures, write_json
 from hicache_ray.config.names import ATTENTION_KINDS
-from hicache_ray.faults.plan import KINDS
+from hicache_ray.faults.kinds import KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console

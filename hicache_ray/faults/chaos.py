@@ -18,7 +18,8 @@ from hicache_ray.actors.group import TPGroup
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.faults.audit import audit
 from hicache_ray.faults.client import ChaosClient, ChatSource
-from hicache_ray.faults.plan import CORRUPT, Action, FaultPlan
+from hicache_ray.faults.kinds import CORRUPT
+from hicache_ray.faults.plan import Action, FaultPlan
 from hicache_ray.faults.report import Audit, ChaosReport
 from hicache_ray.faults.service import ServiceFaults, processes_of
 from hicache_ray.faults.watch import ChaosWatch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import threading
 import time
 from collections import Counter
@@ -19,22 +18,8 @@ from typing import Any, NamedTuple
 
 from hicache_ray import faultpoints
 from hicache_ray.faultpoints import InjectedFault, Views
-from hicache_ray.faults.plan import (
-    ALLOC_FAIL,
-    CORRUPT,
-    DROP,
-    HANG,
-    KILL,
-    OOM,
-    PARTITION,
-    RANK,
-    SHORT_READ,
-    SLOW,
-    STALE_EXISTS,
-    Fault,
-    FaultPlan,
-    Identity,
-)
+from hicache_ray.faults.kinds import KINDS, RANK, FaultKind, Strike
+from hicache_ray.faults.plan import FaultPlan, Identity, PlannedFault
 
 Clock = Callable[[], float]
 
@@ -109,38 +94,35 @@ class PlanInjector:
         if point == "rank.step":
             self._steps += 1
         lost = False
-        for armed in self._due(point, peer):
-            lost = self._happen(armed.fault, point) or lost
+        for armed in self._due(point, peer, "strike"):
+            assert armed.kind.strike is not None
+            lost = armed.kind.strike(Strike(point, str(self._who), armed.fault.seconds, self._end)) or lost
         return lost
 
     def answered(self, point: str, asked: int, answer: Any) -> Any:
         """See `faultpoints.Injector`."""
-        for armed in self._due(point, "", (SHORT_READ, STALE_EXISTS)):
-            if armed.fault.kind == STALE_EXISTS:
-                answer = asked
-            elif answer:
-                answer = [*answer[:-1], False]
+        for armed in self._due(point, "", "answer"):
+            assert armed.kind.answer is not None
+            answer = armed.kind.answer(asked, answer)
         return answer
 
     def damage(self, point: str, pages: Callable[[], Views]) -> None:
         """See `faultpoints.Injector`."""
-        for armed in self._due(point, "", (CORRUPT,)):
+        for armed in self._due(point, "", "damage"):
+            assert armed.kind.damage is not None
             views = pages()
             if len(views):
-                _flip(views[armed.rng.randrange(len(views))], armed.rng)
+                armed.kind.damage(views[armed.rng.randrange(len(views))], armed.rng)
 
-    def _due(self, point: str, peer: str, kinds: tuple[str, ...] = ()) -> list[_Armed]:
-        """The faults that happen here and now; each is noted. `kinds` selects those that change an answer."""
+    def _due(self, point: str, peer: str, effect: str) -> list[_Armed]:
+        """The faults with that effect that happen here and now; each is noted."""
         armed_here = self._at.get(point)
         if not armed_here:
             return []
         now, due = self._clock(), []
         with self._lock:
             for armed in armed_here:
-                answering = armed.fault.kind in (SHORT_READ, STALE_EXISTS, CORRUPT)
-                if answering != bool(kinds) or (kinds and armed.fault.kind not in kinds):
-                    continue
-                if not armed.reaches(peer):
+                if getattr(armed.kind, effect) is None or not armed.reaches(peer):
                     continue
                 if armed.in_window(now):
                     due.append(armed)
@@ -149,25 +131,14 @@ class PlanInjector:
                     due.append(armed)
         return due
 
-    def _happen(self, fault: Fault, point: str) -> bool:
-        """Carries a fault out; True when the caller has to fail."""
-        if fault.kind == KILL:
-            self._end(signal.SIGKILL)
-        elif fault.kind == HANG and fault.seconds is None:
-            self._end(signal.SIGSTOP)
-        elif fault.kind in (HANG, SLOW):
-            threading.Event().wait(fault.seconds)
-        elif fault.kind == OOM:
-            raise MemoryError(f"no memory at {point} in {self._who}: a fault plan wants it")
-        return fault.kind in (DROP, PARTITION, ALLOC_FAIL)
-
 
 class _Armed:
     """A fault and how often it happened here."""
 
-    def __init__(self, number: int, fault: Fault, seed: str, spent: int) -> None:
+    def __init__(self, number: int, fault: PlannedFault, seed: str, spent: int) -> None:
         self.number = number
         self.fault = fault
+        self.kind: FaultKind = KINDS[fault.kind]
         self.rng = random.Random(seed)
         self.fired = spent
         self._turns = spent
@@ -182,7 +153,7 @@ class _Armed:
         return True
 
     def in_window(self, now: float) -> bool:
-        """Whether a partition that began is still on."""
+        """Whether a fault that goes on for a while has begun and not ended."""
         return now < self._until
 
     def happens(self, steps: int, seconds: float, now: float) -> bool:
@@ -203,15 +174,9 @@ class _Armed:
         if self.rng.random() >= fault.probability:
             return False
         self.fired += 1
-        if fault.kind == PARTITION:
+        if self.kind.goes_on:
             self._until = now + (fault.seconds or 0)
         return True
-
-
-def _flip(view: Any, rng: random.Random) -> None:
-    """Flips one bit of a page, whatever its shape."""
-    at = tuple(rng.randrange(length) for length in view.shape)
-    view[at] ^= 1 << rng.randrange(8)
 
 
 @contextmanager

@@ -1,8 +1,4 @@
-"""Whom a fault is about: ranks, storage actors, the supervisor, by number, all of them, or one that is drawn.
-
-Kinds of faults, and at which points of whose process each can happen.
-
-Fault plans: what breaks, whose, when and how often. Declarative, checked, and the same again from the same seed.
+"""Fault plans: what breaks, whose, when and how often. Declarative, checked, and the same again from the same seed.
 
 seed: 7
 faults:
@@ -23,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hicache_ray.faultpoints import POINTS
+from hicache_ray.faults.kinds import ANY, HANG, KINDS, RANK, ROLES, STORAGE, SUPERVISOR, points_of, usual_points
 
 _RANK = re.compile(r"rank (\d+|\*|any)(?: of (\S+))?")
 _STORAGE = re.compile(r"storage (\d+|\*|any)")
@@ -104,78 +101,6 @@ class Target(NamedTuple):
         )
 
 
-KILL, HANG, SLOW, DROP, CORRUPT = "kill", "hang", "slow", "drop", "corrupt"
-SHORT_READ, STALE_EXISTS, PARTITION, ALLOC_FAIL, OOM = "short_read", "stale_exists", "partition", "alloc_fail", "oom"
-
-KINDS = {
-    KILL: "the process ends at once (SIGKILL)",
-    HANG: "with seconds: the thread waits that long; without: the process stops (SIGSTOP) until somebody ends it",
-    SLOW: "what happens there begins so many seconds later",
-    DROP: "what happens there fails: a call is not made, an answer is lost, a copy raises",
-    CORRUPT: "one bit of a page is flipped: in an arena, in a file, or on its way",
-    SHORT_READ: "a read brings all of its pages but the last",
-    STALE_EXISTS: "a lookup says yes for every page",
-    PARTITION: "for so many seconds no call gets through to the peer",
-    ALLOC_FAIL: "there is no room, whatever the allocator says",
-    OOM: "there is no memory: MemoryError",
-}
-"""Every kind, with what it does."""
-
-TIMED = (SLOW, PARTITION)
-"""Kinds that need `seconds`."""
-OUTSIDE = (KILL, HANG)
-"""Kinds that can be done to a process from outside."""
-
-RANK, STORAGE, SUPERVISOR, ANY = "rank", "storage", "supervisor", "any"
-ROLES = (RANK, STORAGE, SUPERVISOR)
-
-_HELD_BY = {
-    RANK: ("rank.*", "storage.*", "channel.*", "copy.*", "alloc.*", "page.sent", "page.file"),
-    STORAGE: ("actor.*", "page.arena", "page.answered"),
-    SUPERVISOR: ("supervisor.*",),
-}
-"""Points in whose process."""
-
-_WAITING = ("rank.*", "storage.*", "channel.*", "actor.*", "copy.*", "alloc.*", "supervisor.*")
-_POSSIBLE_AT = {
-    KILL: _WAITING,
-    HANG: _WAITING,
-    SLOW: _WAITING,
-    OOM: _WAITING,
-    DROP: ("rank.*", "storage.*", "channel.*", "actor.*", "copy.*", "supervisor.*"),
-    CORRUPT: ("page.*",),
-    SHORT_READ: ("storage.batch_get_v1",),
-    STALE_EXISTS: ("storage.batch_exists",),
-    PARTITION: ("channel.call", "supervisor.ping"),
-    ALLOC_FAIL: ("alloc.*",),
-}
-_USUAL = {
-    CORRUPT: {RANK: "page.sent", STORAGE: "page.arena"},
-    PARTITION: {RANK: "channel.call", SUPERVISOR: "supervisor.ping"},
-    ALLOC_FAIL: {RANK: "alloc.device"},
-}
-_USUAL_BY_ROLE = {RANK: "rank.step", STORAGE: "actor.*", SUPERVISOR: "supervisor.*", ANY: "*"}
-
-
-def points_of(kind: str, role: str) -> list[str]:
-    """Where a kind can happen in a process of that role ("any": of some role)."""
-    held = [pattern for one in (ROLES if role == ANY else (role,)) for pattern in _HELD_BY[one]]
-    return [
-        point
-        for point in POINTS
-        if any(fnmatchcase(point, pattern) for pattern in held)
-        and any(fnmatchcase(point, pattern) for pattern in _POSSIBLE_AT[kind])
-    ]
-
-
-def default_point(kind: str, role: str) -> str:
-    """Pattern of the points where a kind happens when a plan names none."""
-    if kind in (SHORT_READ, STALE_EXISTS):
-        return _POSSIBLE_AT[kind][0]
-    usual = _USUAL.get(kind)
-    return usual.get(role, "*") if usual else _USUAL_BY_ROLE[role]
-
-
 MOMENTS = ("step", "call", "time")
 _LEAST = {"step": 1, "call": 1, "time": 0, "every": 0, "times": 0, "seconds": 0, "probability": 0}
 SHORTEST = 0.01
@@ -184,7 +109,7 @@ _WHOLE = ("step", "call", "times")
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """One entry of a plan.
 
     Attributes:
@@ -223,14 +148,14 @@ class Fault:
             raise FaultPlanError(f"{self.kind}: {' and '.join(given)} are given; give one of {', '.join(MOMENTS)}")
         if self.step is not None and self.who.role != RANK:
             raise FaultPlanError(f"{self.kind} of {self.who}: only ranks have steps; give call or time")
-        if self.seconds is None and self.kind in TIMED:
+        if self.seconds is None and KINDS[self.kind].needs_seconds:
             raise FaultPlanError(f"{self.kind}: give seconds, how long it lasts")
         self._check_place()
 
     @property
     def outside(self) -> bool:
         """Whether it is done to the process from outside, wherever it is."""
-        return self.kind in OUTSIDE and self.time is not None and not self.point
+        return KINDS[self.kind].signal is not None and self.time is not None and not self.point
 
     @property
     def limit(self) -> int:
@@ -241,7 +166,7 @@ class Fault:
 
     def is_at(self, point: str) -> bool:
         """Whether it can happen at a point."""
-        pattern = self.point or default_point(self.kind, self.who.role)
+        pattern = self.point or usual_points(self.kind, self.who.role)
         return fnmatchcase(point, pattern) and point in points_of(self.kind, self.who.role)
 
     def can_hit(self, one: Identity) -> bool:
@@ -251,7 +176,7 @@ class Fault:
         return self.outside or any(self.is_at(point) for point in points_of(self.kind, one.role))
 
     @classmethod
-    def parse(cls, entry: Any) -> Fault:
+    def parse(cls, entry: Any) -> PlannedFault:
         """A fault from a mapping as in a plan's file.
 
         Raises:
@@ -292,7 +217,7 @@ class Fault:
     def _check_place(self) -> None:
         if self.outside:
             return
-        pattern = self.point or default_point(self.kind, self.who.role)
+        pattern = self.point or usual_points(self.kind, self.who.role)
         allowed = points_of(self.kind, self.who.role)
         if not any(fnmatchcase(point, pattern) for point in allowed):
             where = f"at {self.point!r}" if self.point else "anywhere"
@@ -320,7 +245,7 @@ class Action(NamedTuple):
 class FaultPlan:
     """Faults, and the seed of everything in them that is drawn."""
 
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[PlannedFault, ...] = ()
     seed: int = 0
 
     @classmethod
@@ -328,7 +253,7 @@ class FaultPlan:
         """A plan from what a YAML or JSON file holds.
 
         Raises:
-            FaultPlanError: see `Fault.parse`; names the number of the fault.
+            FaultPlanError: see `PlannedFault.parse`; names the number of the fault.
         """
         if not isinstance(document, Mapping) or not isinstance(document.get("faults", []), Sequence):
             raise FaultPlanError("a fault plan is a mapping with 'faults', a list, and optionally 'seed'")
@@ -339,7 +264,7 @@ class FaultPlan:
         faults = []
         for number, entry in enumerate(document.get("faults", [])):
             try:
-                faults.append(Fault.parse(entry))
+                faults.append(PlannedFault.parse(entry))
             except (FaultPlanError, TypeError) as error:
                 raise FaultPlanError(f"fault {number}: {error}") from None
         return cls(tuple(faults), seed)
@@ -425,7 +350,7 @@ class FaultPlan:
 
 
 def _actions_of(
-    fault: Fault, number: int, who: Iterable[Identity], seconds: float, rng: random.Random
+    fault: PlannedFault, number: int, who: Iterable[Identity], seconds: float, rng: random.Random
 ) -> Iterable[Action]:
     there = [one for one in who if fault.can_hit(one)]
     at, done = fault.time or 0.0, 0
@@ -444,7 +369,7 @@ DRAWN_SECONDS = (0.5, 4.0)
 """Least and most seconds that a drawn fault lasts."""
 
 
-def _drawn(rng: random.Random, who: Sequence[Identity], kinds: Mapping[str, float], at: float) -> Fault:
+def _drawn(rng: random.Random, who: Sequence[Identity], kinds: Mapping[str, float], at: float) -> PlannedFault:
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
     if kind not in KINDS:
         raise FaultPlanError(f"kind is {kind!r}; use one of {', '.join(KINDS)}")
@@ -454,5 +379,5 @@ def _drawn(rng: random.Random, who: Sequence[Identity], kinds: Mapping[str, floa
     role = rng.choices(roles, [ROLE_WEIGHTS[role] for role in roles])[0]
     one = rng.choice([one for one in who if one.role == role])
     seconds = round(rng.uniform(*DRAWN_SECONDS), 2)
-    lasts = kind in TIMED or (kind == HANG and role == SUPERVISOR)
-    return Fault(kind, Target(one.role, one.number, one.group), time=at, seconds=seconds if lasts else None)
+    lasts = KINDS[kind].needs_seconds or (kind == HANG and role == SUPERVISOR)
+    return PlannedFault(kind, Target(one.role, one.number, one.group), time=at, seconds=seconds if lasts else None)

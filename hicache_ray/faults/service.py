@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -31,7 +30,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hicache_ray import faultpoints
 from hicache_ray.actors.directory import RAY_NAMESPACE, group_name, rank_name, supervisor_name
 from hicache_ray.faults.injector import Firing, PlanInjector
-from hicache_ray.faults.plan import KILL, RANK, STORAGE, SUPERVISOR, Action, FaultPlan, Identity
+from hicache_ray.faults.kinds import KINDS, RANK, STORAGE, SUPERVISOR
+from hicache_ray.faults.plan import Action, FaultPlan, Identity
 from hicache_ray.service import Service
 from hicache_ray.storage.pool.options import actor_name
 
@@ -109,8 +109,8 @@ class ServiceFaults:
         Returns:
             Whether the process was there.
         """
-        number = signal.SIGKILL if action.kind == KILL else signal.SIGSTOP
-        return signal_process(process, number, resume_after=action.seconds)
+        number = KINDS[action.kind].signal
+        return number is not None and signal_process(process, number, resume_after=action.seconds)
 
     def note(self, firing: Firing) -> None:
         """Adds to `firings` what was done from outside."""

@@ -8,14 +8,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hicache_ray.faults.plan import HANG, KILL, RANK, Identity
+from hicache_ray.faults.kinds import KILL, RANK
+from hicache_ray.faults.plan import Identity
 from hicache_ray.faults.service import Process, ServiceFaults
 
 PERIOD = 0.25
 """Seconds between two looks at all processes: so exact are the times of storage actors and the supervisor."""
-
-BREAKING = (KILL, HANG)
-"""Kinds after which there has to be a new process, or the old one has to answer again."""
 
 
 @dataclass
