@@ -6,6 +6,10 @@ READY := $(VENV)/.ready
 MOONCAKE := $(VENV)/.mooncake
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Tests wait more than they compute, so more of them run side by side than there are cores.
+JOBS ?= 4
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
@@ -37,10 +41,10 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: $(MOONCAKE) lint
-	$(BIN)/python -m pytest -m "not chaos and not gpu" -q
+	$(PYTEST) -m "not chaos and not gpu"
 
 unit: $(READY)
-	$(BIN)/python -m pytest -m "not ray and not chaos and not gpu" -q
+	$(PYTEST) -m "not ray and not chaos and not gpu"
 
 chaos: $(READY)
 	$(BIN)/python -m pytest -m chaos -q

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -11,6 +12,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import pytest
+
+ONE_PROCESS = {"test_backend_mooncake", "test_backend_replay", "test_mooncake_answers"}
+"""Modules whose tests share a Mooncake server."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -30,3 +34,16 @@ def shared() -> Path:
     if folder is None:
         pytest.skip("recorded traces not found: set HICACHE_SHARED to their folder")
     return folder
+
+
+def pytest_sessionfinish() -> None:
+    """Ends the Ray cluster that this process's tests shared."""
+    if "tests.cluster" in sys.modules:
+        sys.modules["tests.cluster"].end_shared_cluster()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one module that share something slow to start (Ray, a store's server) stay in one process (xdist)."""
+    for item in items:
+        if item.get_closest_marker("ray") or item.path.stem in ONE_PROCESS:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,8 @@ from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.rank.step import Admit, Finish, GroupAnswer, Scheduled
-from hicache_ray.service import RayStart, Service, start
+from hicache_ray.service import Service, start
+from tests.cluster import shared_cluster
 
 ENGINE = "hicache_ray.replay.engine:SyntheticEngine"
 DEADLINE = 60.0
@@ -49,11 +49,9 @@ def config(**changes: Any) -> HiCacheConfig:
 
 @contextmanager
 def service(name: str = "test", **changes: Any) -> Iterator[Service]:
-    """A service on a new cluster; both are gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="hc") as folder:
-        ray_start = RayStart(num_cpus=2, object_store_bytes=150 << 20, temp_dir=folder)
-        with start(config(**changes), name=name, ray_start=ray_start) as running:
-            yield running
+    """A service on the shared cluster, gone afterwards."""
+    with shared_cluster(), start(config(**changes), name=name) as running:
+        yield running
 
 
 def prompts(count: int, tokens: int = 24, seed: int = 0) -> list[np.ndarray]:

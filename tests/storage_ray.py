@@ -1,13 +1,10 @@
-"""What the Ray tests of the storage pool share: a cluster, a host pool, backends, waiting for conditions."""
+"""What the Ray tests of the storage pool share: a host pool, backends, waiting for conditions."""
 
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +18,6 @@ PAGE_SIZE = 4
 PAGE_BYTES = 8192
 SEGMENT_BYTES = 1 << 20
 """Small, so that arenas of a few MiB have several."""
-
-
-@contextmanager
-def small_cluster(**options: Any) -> Iterator[None]:
-    """One node with its files in a folder of its own."""
-    import ray
-
-    folder = tempfile.mkdtemp(prefix="hicache-test-", dir="/tmp")
-    settings = {"num_cpus": 4, "object_store_memory": 150 << 20, "namespace": "storage-test", **options}
-    ray.init(include_dashboard=False, log_to_driver=False, _temp_dir=folder, configure_logging=False, **settings)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class ArrayHostPool:

@@ -21,7 +21,7 @@ from hicache_ray.storage.shard.layout import VALID
 from hicache_ray.testing.subject import Damage, StorageSubject, Unsupported
 from hicache_ray.testing.suite import storage_suite
 from hicache_ray.testing.suite_base import page_names
-from tests.storage_ray import small_cluster
+from tests.cluster import shared_cluster
 
 pytestmark = [pytest.mark.ray]
 
@@ -37,7 +37,7 @@ class RaySubject(StorageSubject):
 
     def start(self, folder: Path) -> None:
         self.resources = contextlib.ExitStack()
-        self.resources.enter_context(small_cluster())
+        self.resources.enter_context(shared_cluster())
         self.pool = StoragePool.start(CONFIG)
         self.small: list[StoragePool] = []
 

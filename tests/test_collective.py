@@ -15,8 +15,8 @@ import pytest
 
 from hicache_ray.actors.collective import FRAME, ReductionGroup, forget_group, group_name
 from hicache_ray.actors.gloo import Deadline, list_keys
+from tests.cluster import shared_cluster
 from tests.collective_ray import Pool, enter, failure, get, join, reduce, wait_for
-from tests.storage_ray import small_cluster
 
 pytestmark = pytest.mark.ray
 
@@ -26,7 +26,7 @@ LONG = 300.0
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with small_cluster(num_cpus=2):
+    with shared_cluster():
         yield Pool(spare=4)
 
 

@@ -13,7 +13,7 @@ from hicache_ray.actors.storage_pool import StoragePoolConfig
 from hicache_ray.storage.pool.membership import MOST_CHANGES
 from hicache_ray.storage.shard.layout import MIN_SLOT_BYTES, SLOT_ALIGNMENT, SLOT_HEADER, ArenaGeometry
 from hicache_ray.storage.shard.rebalance_plan import RebalanceOptions
-from tests.storage_ray import small_cluster
+from tests.cluster import shared_cluster
 
 pytestmark = [pytest.mark.ray]
 
@@ -22,7 +22,7 @@ TEXT = (Path(__file__).resolve().parent.parent / "docs" / "storage-pool.md").rea
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    with small_cluster():
+    with shared_cluster():
         yield
 
 

@@ -21,8 +21,8 @@ from hicache_ray.faults.plan import FaultPlan, Identity
 from hicache_ray.faults.report import Audit, ChaosReport
 from hicache_ray.faults.watch import ChaosWatch, FaultRecord, percentile
 from hicache_ray.replay.chat import ChatSpec
+from tests.cluster import shared_cluster
 from tests.conftest import REPOSITORY
-from tests.storage_ray import small_cluster
 
 RANK = Identity("rank", 1, "instance-0")
 HEALED = FaultRecord(0, "kill", RANK, "", 105.0, 7, noticed=105.5, healed=108.0)
@@ -160,7 +160,7 @@ def test_a_service_holds_what_it_promises_while_its_parts_are_killed() -> None:
         }
     )
     settings = ChaosSettings(minutes=0.2, seed=7, heal_limit=120.0)
-    with small_cluster():
+    with shared_cluster():
         found = run_chaos(settings, plan)
     assert found.wrongs == [], found.wrongs
     document = found.as_dict()

@@ -5,8 +5,6 @@ The nodes are raylets on this machine; pages travel through Ray's object store, 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,38 +18,20 @@ from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import GroupOptions, TPGroup
 from hicache_ray.service import Service
 from hicache_ray.testing.serving import ask, settle, wait_for
+from tests.cluster import NODE, simulated_nodes
 from tests.ray_service import ENGINE, config
 
 pytestmark = [pytest.mark.ray]
 
-FAST_HEALTH_CHECKS = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 2000,
-    "health_check_failure_threshold": 3,
-}
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 PROMPTS = [np.arange(24, dtype="<u4") + 100 * number for number in range(12)]
 SECONDS = 150.0
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A head without CPUs, so that ranks are elsewhere, and two nodes for them. Its address is kept from others."""
-    monkeypatch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
-    monkeypatch.setattr("ray._common.utils.reset_ray_address", lambda *_: None)
-    folder = tempfile.mkdtemp(prefix="hicache-test-", dir="/tmp")
-    head = {**NODE, "num_cpus": 0, "include_dashboard": False, "temp_dir": folder, "_system_config": FAST_HEALTH_CHECKS}
-    running = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        running.add_node(**NODE)
-    ray.init(address=running.address, log_to_driver=False, configure_logging=False)
-    try:
+def cluster() -> Iterator[Cluster]:
+    """A head without CPUs, so that ranks are elsewhere, and two nodes for them."""
+    with simulated_nodes(2) as running:
         yield running
-    finally:
-        ray.shutdown()
-        running.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

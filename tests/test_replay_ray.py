@@ -20,8 +20,9 @@ from hicache_ray.replay.report import ReplayReport
 from hicache_ray.replay.run import ray_groups, replay
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import Workload, load_workload
+from tests.cluster import shared_cluster
 from tests.conftest import REPOSITORY
-from tests.storage_ray import arena_files, small_cluster
+from tests.storage_ray import arena_files
 
 pytestmark = [pytest.mark.ray]
 
@@ -31,7 +32,7 @@ CHAT = "chat:sessions=12,turns=4,system=64,turn=32,answer=32"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with small_cluster():
+    with shared_cluster():
         yield
 
 

@@ -24,8 +24,9 @@ from hicache_ray.actors.storage_actor import StorageActorInfo
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.storage.pool.options import actor_name
 from hicache_ray.storage.shard.arena import Process
+from tests.cluster import shared_cluster
 from tests.conftest import REPOSITORY
-from tests.storage_ray import SEGMENT_BYTES, Client, arena_files, small_cluster, wait_until
+from tests.storage_ray import SEGMENT_BYTES, Client, arena_files, wait_until
 
 pytestmark = [pytest.mark.ray]
 
@@ -37,7 +38,7 @@ SLACK = 4.0
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with small_cluster():
+    with shared_cluster():
         yield
 
 
@@ -279,9 +280,10 @@ def test_a_detached_pool_outlives_its_driver(cluster: None) -> None:
 LOST_ANSWERS = """
     import os
     os.environ["RAY_testing_rpc_failure"] = {failures!r}
-    from tests.storage_ray import Client, small_cluster, wait_until
+    from tests.cluster import own_cluster
+    from tests.storage_ray import Client, wait_until
     from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
-    with small_cluster():
+    with own_cluster():
         with StoragePool.start(StoragePoolConfig(name="lossy", bytes_per_actor=8 << 20, lease_seconds=2.0)) as pool:
             client = Client(pool.handle.options(transport="object_store", refusal_seconds=0.05))
             for start in range(0, 60, 10):

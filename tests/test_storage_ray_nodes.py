@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -13,35 +11,19 @@ from ray.cluster_utils import Cluster
 
 from hicache_ray.actors.storage_pool import Drained, StoragePool, StoragePoolConfig
 from hicache_ray.storage.shard.rebalance_plan import RebalanceOptions
+from tests.cluster import NODE, simulated_nodes
 from tests.storage_ray import SEGMENT_BYTES, Client, arena_files, wait_until
 
 pytestmark = [pytest.mark.ray]
 
 CONFIG = StoragePoolConfig(name="wide", actors=2, replicas=2, bytes_per_actor=8 << 20, segment_bytes=SEGMENT_BYTES)
-FAST_HEALTH_CHECKS = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 4,
-}
-NODE = {"num_cpus": 2, "object_store_memory": 120 << 20}
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A head node; its address is not written where other programs of this machine would look for one."""
-    monkeypatch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
-    monkeypatch.setattr("ray._common.utils.reset_ray_address", lambda *_: None)
-    folder = tempfile.mkdtemp(prefix="hicache-test-", dir="/tmp")
-    head = {**NODE, "include_dashboard": False, "temp_dir": folder, "_system_config": FAST_HEALTH_CHECKS}
-    running = Cluster(initialize_head=True, head_node_args=head)
-    ray.init(address=running.address, namespace="storage-test", log_to_driver=False, configure_logging=False)
-    try:
+def cluster() -> Iterator[Cluster]:
+    """A head node, which runs actors too."""
+    with simulated_nodes(0, head_cpus=2) as running:
         yield running
-    finally:
-        ray.shutdown()
-        running.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_node_dies_and_the_actor_moves(cluster: Cluster) -> None:

@@ -16,6 +16,7 @@ from hicache_ray.storage.registry import BackendError, create_backend
 from hicache_ray.storage.shard.arena import Arena, Process, arena_path
 from hicache_ray.storage.shard.layout import ArenaGeometry
 from hicache_ray.storage.shard.shard import NamespaceLimit
+from tests.cluster import shared_cluster
 from tests.storage_ray import (
     PAGE_BYTES,
     PAGE_SIZE,
@@ -25,7 +26,6 @@ from tests.storage_ray import (
     arena_files,
     content,
     hashes,
-    small_cluster,
     wait_until,
 )
 
@@ -36,7 +36,7 @@ CONFIG = StoragePoolConfig(name="main", actors=2, bytes_per_actor=8 << 20, segme
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with small_cluster():
+    with shared_cluster():
         yield
 
 

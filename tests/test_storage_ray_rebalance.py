@@ -16,7 +16,8 @@ from hicache_ray.actors.storage_actor import actor_exists
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig, StoragePoolError
 from hicache_ray.storage.shard.arena import Process
 from hicache_ray.storage.shard.rebalance_plan import RebalanceOptions
-from tests.storage_ray import PAGE_BYTES, SEGMENT_BYTES, Client, arena_files, small_cluster, wait_until
+from tests.cluster import shared_cluster
+from tests.storage_ray import PAGE_BYTES, SEGMENT_BYTES, Client, arena_files, wait_until
 
 pytestmark = [pytest.mark.ray]
 
@@ -27,7 +28,7 @@ ALL = range(60)
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with small_cluster():
+    with shared_cluster():
         yield
 
 
