@@ -1,4 +1,4 @@
-"""docs/reliability.md: every kind of FAILURES B has its row, and every row's tests are there, named after it."""
+"""docs/reliability.md: every kind of failure has its row, and every row's tests are there, named after it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ import pytest
 from tests.conftest import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
+
+KINDS = [
+    "ranks desynchronise and hang",
+    "host or device slots leak",
+    "double free, use after free",
+    "memory grows outside the pools",
+    "lost or unreachable L3 prefix",
+    "wrong bytes under a right key; key too narrow",
+    "keys differ between processes",
+    "transfer races",
+    "lookup says yes, read says no",
+    "backend errors",
+    "background thread or loop dies silently",
+    "prefetch stuck, late, useless",
+    "capacity edges",
+    "directory or owner lost",
+    "torn or orphaned files",
+    "events drift from the truth",
+    "slower than recomputing",
+]
+"""What was collected from public reports on caches of this kind."""
 
 
 def rows() -> dict[str, list[str]]:
@@ -44,13 +65,8 @@ def test_the_first_test_of_a_row_is_named_after_its_kind(kind: str) -> None:
     assert first == words
 
 
-def test_every_kind_that_was_collected_has_a_row(shared: Path) -> None:
-    text = (shared / "FAILURES.md").read_text().partition("## B.")[2]
-    kinds = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")][1:]
-    assert len(kinds) == 17
-    for kind in kinds:
-        short = re.split(r"[:(]", kind)[0].strip()
-        assert short in rows(), short
+def test_every_kind_that_was_collected_has_a_row() -> None:
+    assert list(rows()) == KINDS
 
 
 def test_the_measured_table_has_figures() -> None:

@@ -1,0 +1,79 @@
+"""Every page: the files, modules and pages it names exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *REPOSITORY.glob("tests/data/*.md")])
+
+_FILE = re.compile(r"(?<![\w/.])(?:hicache_ray|tests|benchmarks|examples|docs|tools)/[\w*./-]*")
+_MODULE = re.compile(r"(?<![\w.])(?:hicache_ray|examples)(?:\.\w+)+")
+_LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
+
+
+def named(pattern: re.Pattern[str]) -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for match in pattern.finditer(page.read_text()):
+            yield page, match.group(0)
+
+
+def is_module_or_member(name: str) -> bool:
+    """Whether a dotted name is a module, or something that the last module on its way defines or imports."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = REPOSITORY.joinpath(*parts[:end])
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if source.exists():
+            return end == len(parts) or parts[end] in names_in(source)
+        if path.is_dir():
+            return end == len(parts)
+    return False
+
+
+def names_in(source: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            assigned = {target.id for target in node.targets if isinstance(target, ast.Name)}
+            found |= set(ast.literal_eval(node.value)) if "__all__" in assigned else assigned
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_file_that_a_page_names_exists() -> None:
+    missing = []
+    for page, name in named(_FILE):
+        path = name.rstrip("./")
+        if not (list(REPOSITORY.glob(path)) or list(REPOSITORY.glob(f"{path}*"))):
+            missing.append(f"{page.name}: {name}")
+    assert missing == []
+
+
+def test_every_module_that_a_page_names_exists() -> None:
+    missing = [f"{page.name}: {name}" for page, name in named(_MODULE) if not is_module_or_member(name)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in _LINK.findall(page.read_text()):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor[1:] in anchors(path), f"{page.name}: {target}{anchor}"
