@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hicache_ray.index import Match, TieredIndex
+from hicache_ray.index import IndexOptions, Match, TieredIndex
 from hicache_ray.radix.key import TOKEN_BYTES, Key
 from hicache_ray.radix.node import Node, Pages
 
@@ -44,7 +44,7 @@ class Replay:
     def __init__(self, l2_ratio: float, page: int, capacity: int) -> None:
         pages = capacity // page
         self.page = page
-        self.index = TieredIndex(page_size=page, device_pages=pages, host_pages=int(pages * l2_ratio))
+        self.index = TieredIndex(IndexOptions(page_size=page, device_pages=pages, host_pages=int(pages * l2_ratio)))
         self.n_evictions = 0
 
     @property

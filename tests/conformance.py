@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ray.index import TieredIndex
+from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
 from tests.index_pair import path_locks
@@ -31,12 +31,14 @@ class Replay:
     def __init__(self, config: dict[str, Any]) -> None:
         self.page_size = config["page_size"]
         self.index = TieredIndex(
-            page_size=self.page_size,
-            device_pages=config["device_tokens"] // self.page_size,
-            host_pages=config["host_tokens"] // self.page_size,
-            eviction_policy=config["eviction_policy"],
-            write_policy=config["write_policy"],
-            load_back_threshold=config["load_back_threshold"],
+            IndexOptions(
+                page_size=self.page_size,
+                device_pages=config["device_tokens"] // self.page_size,
+                host_pages=config["host_tokens"] // self.page_size,
+                eviction_policy=config["eviction_policy"],
+                write_policy=config["write_policy"],
+                load_back_threshold=config["load_back_threshold"],
+            )
         )
         self.locks: dict[int, Node] = {}
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
-from hicache_ray.index import Inserted, Match, TieredIndex
+from hicache_ray.index import IndexOptions, Inserted, Match, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
 
@@ -18,7 +18,9 @@ class Kit:
     def __init__(self, *, page: int = 1, device: int = 64, host: int = 64, **options: Any) -> None:
         self.page = page
         options.setdefault("load_back_threshold", 1)
-        self.index = TieredIndex(page_size=page, device_pages=device // page, host_pages=host // page, **options)
+        self.index = TieredIndex(
+            IndexOptions(page_size=page, device_pages=device // page, host_pages=host // page, **options)
+        )
 
     def key(self, tokens: list[int], namespace: Namespace = EMPTY_NAMESPACE) -> Key:
         """The key of some tokens."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
-from hicache_ray.index import IndexBusyError, Match, TieredIndex
+from hicache_ray.index import IndexBusyError, IndexOptions, Match, TieredIndex
 from hicache_ray.radix.digest import MASK, clock_digest, node_digest
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node, Pages
@@ -74,15 +74,17 @@ class IndexPair:
         device, host = rng.choice((12, 24, 48)), rng.choice((0, 12, 24, 48, 96))
         load_pages, refresh_remainder = rng.choice((0, 1, 2, 4)), rng.random() < 0.5
         self.index = TieredIndex(
-            page_size=self.page_size,
-            device_pages=device,
-            host_pages=host,
-            eviction_policy=policy,
-            write_policy=write_policy,
-            load_back_threshold=load_pages * self.page_size,
-            hash_pages=rng.random() < 0.4,
-            bigram=self.bigram,
-            refresh_remainder=refresh_remainder,
+            IndexOptions(
+                page_size=self.page_size,
+                device_pages=device,
+                host_pages=host,
+                eviction_policy=policy,
+                write_policy=write_policy,
+                load_back_threshold=load_pages * self.page_size,
+                hash_pages=rng.random() < 0.4,
+                bigram=self.bigram,
+                refresh_remainder=refresh_remainder,
+            )
         )
         self.naive = NaiveIndex(device, host, policy, write_policy, load_pages, self.page_size, refresh_remainder)
         self.requests: list[Request] = []

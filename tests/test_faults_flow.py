@@ -223,12 +223,12 @@ def test_slower_than_recomputing() -> None:
     group = group_of(device_pages=16, host_pages=40)
     serve(group, "r", PROMPT)
     for cache in group.caches:
-        cache.index.load_back_threshold = 13
+        cache.index.options = dataclasses.replace(cache.index.options, load_back_threshold=13)
         cache.index.evict(26)
     assert serve(group, "short", PROMPT) == 0
     for cache in group.caches:
         cache.index.evict(26)
-        cache.index.load_back_threshold = 12
+        cache.index.options = dataclasses.replace(cache.index.options, load_back_threshold=12)
     assert serve(group, "worth it", PROMPT) == 12
     fresh = Lockstep(group.shape, store=group.store)
     fresh.step(controls=[Control("policies", {"prefetch_threshold": 13})])

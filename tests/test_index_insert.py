@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import Namespace
-from hicache_ray.index import TieredIndex
+from hicache_ray.index import IndexOptions, TieredIndex
 from tests.index_kit import Kit
 
 
@@ -145,4 +145,4 @@ def test_a_match_that_was_evicted_has_no_pages_to_show() -> None:
 
 def test_unknown_write_policies_are_refused() -> None:
     with pytest.raises(ValueError, match="'sometimes' is unknown; give one of write_through, write_through_selective"):
-        TieredIndex(page_size=1, device_pages=1, host_pages=1, write_policy="sometimes")
+        TieredIndex(IndexOptions(page_size=1, device_pages=1, host_pages=1, write_policy="sometimes"))

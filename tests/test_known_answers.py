@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hicache_ray.index import TieredIndex
+from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.radix.key import Key
 
 BLOCK_TOKENS = 512
@@ -48,7 +48,7 @@ def requests(shared: Path) -> list[Request]:
 def replay(requests: list[Request], capacity: int, policy: str = "lru") -> Hits:
     """Serves the requests one at a time with an L1 of `capacity` blocks and no L2."""
     index = TieredIndex(
-        page_size=1, device_pages=capacity, host_pages=0, eviction_policy=policy, refresh_remainder=False
+        IndexOptions(page_size=1, device_pages=capacity, host_pages=0, eviction_policy=policy, refresh_remainder=False)
     )
     hit_blocks = hit_tokens = 0
     for key, tokens in requests:

@@ -6,6 +6,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,7 +218,7 @@ def test_case_64_a_load_back_that_is_skipped_is_not_counted() -> None:
     group.settle()
     for cache in group.caches:
         cache.index.evict(1000)
-        cache.index.load_back_threshold = 100
+        cache.index.options = replace(cache.index.options, load_back_threshold=100)
     admitted = group.step(admits=[admit("again", tokens)]).admitted[0]
     assert (admitted.device_tokens, admitted.host_tokens) == (0, 8)
     (row,) = group.step(schedules=["again"]).scheduled

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace, TokenRangeError, bigram_units, page_hashes
-from hicache_ray.index import TieredIndex
+from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.tree import KeyKindError
 
@@ -72,6 +72,6 @@ def test_keys_are_values() -> None:
 
 
 def test_a_key_of_another_page_size_is_refused() -> None:
-    index = TieredIndex(page_size=4, device_pages=4, host_pages=0)
+    index = TieredIndex(IndexOptions(page_size=4, device_pages=4, host_pages=0))
     with pytest.raises(KeyKindError, match="pages of 8 bytes, the tree pages of 16"):
         index.match(Key.of([1, 2, 3, 4], 2))

@@ -26,7 +26,8 @@ def recover(group: Lockstep, lost: int, *, peers: bool) -> np.ndarray:
         rank.quiesce(5.0)
     survivor = returning[(lost + 1) % len(returning)]
     for rank in returning:
-        rank.cache.adopt(survivor.cache.settings())
+        if rank is not survivor:
+            rank.cache.adopt(survivor.cache.settings())
     catalog = survivor.catalog()
     sources = [rank.pages for rank in returning if rank is not returning[lost]] if peers else []
     masks = [
@@ -91,6 +92,17 @@ def test_a_rank_one_step_ahead_is_brought_back_to_what_all_have() -> None:
     group.caches = ahead
     recover(group, 1, peers=False)
     assert sum(serve(group, "again", list(range(12)))) == 10
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_store_that_was_held_back_stays_so_on_all_ranks(lost: int) -> None:
+    """A detach under way, or an attach not yet complete: else one rank begins backups that the others do not."""
+    group = Lockstep(Shape(prefetch_policy="wait_complete"))
+    for cache in group.caches:
+        cache.prefetcher.enabled = False
+    recover(group, lost, peers=False)
+    assert [cache.prefetcher.enabled for cache in group.caches] == [False] * len(group.caches)
+    assert serve(group, "r", list(range(12))) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hicache_ray.hashing import ModelIdentity, Namespace, page_hashes
-from hicache_ray.index.catalog import Catalog, CatalogError
+from hicache_ray.index.catalog import Catalog, CatalogEntry, CatalogError
 from hicache_ray.rank.step import MAX_MESSAGE_BYTES, Admit, Finish, ProtocolError, StepAnswer, StepRequest
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.near import LONGEST_FRAME, METHODS, FrameError, unpack_body
@@ -67,7 +67,7 @@ STEP = StepRequest(
     1, 2, ("a",), (Finish("f", b"\0" * 8),), (Admit("r", b"\1\0\0\0", Namespace("x"), 1, 4),), ("p",), ("s",)
 ).encode()
 ANSWER = StepAnswer(0, 1, 2, timings_us={"total": 1.0}).encode()
-CATALOG = msgpack.packb([1, [[-1, [None, None, None], b"\0" * 8, b"h" * 32, 1, 0]]])
+CATALOG = Catalog((CatalogEntry(-1, Namespace(), b"\0" * 8, b"h" * 32, 1, 2, 3, 1, 0),), 4, 2).pack()
 REQUEST = Request(3, [b"k" * 48, b"l" * 48], 4096, b"label").pack()
 COMMIT = Commit(7, np.arange(3, dtype=np.uint64), np.ones(3, np.bool_)).pack()
 REPLY = Reply(0, 1, 2, 3, b"\1\0").pack()

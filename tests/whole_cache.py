@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, ModelIdentity, Namespace
-from hicache_ray.index import TieredIndex
+from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.kernels.dispatch import transfer
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
@@ -134,13 +134,15 @@ class Lockstep:
         device = DevicePool(spec, shape.device_pages, shape.page_size)
         host = HostPool(spec, shape.host_pages, shape.page_size, shape.layout)
         index = TieredIndex(
-            page_size=shape.page_size,
-            device_pages=shape.device_pages,
-            host_pages=shape.host_pages,
-            eviction_policy=shape.eviction_policy,
-            write_policy=shape.write_policy,
-            load_back_threshold=1,
-            bigram=shape.bigram,
+            IndexOptions(
+                page_size=shape.page_size,
+                device_pages=shape.device_pages,
+                host_pages=shape.host_pages,
+                eviction_policy=shape.eviction_policy,
+                write_policy=shape.write_policy,
+                load_back_threshold=1,
+                bigram=shape.bigram,
+            )
         )
         controller = TransferController(
             device,

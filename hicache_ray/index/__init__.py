@@ -6,6 +6,7 @@ from hicache_ray.index.tiered import TieredIndex
 from hicache_ray.index.types import (
     Backup,
     IndexBusyError,
+    IndexOptions,
     IndexStats,
     Inserted,
     Ledger,
@@ -18,6 +19,7 @@ from hicache_ray.index.types import (
 __all__ = [
     "Backup",
     "IndexBusyError",
+    "IndexOptions",
     "IndexStats",
     "Inserted",
     "Ledger",

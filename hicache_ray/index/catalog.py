@@ -1,17 +1,18 @@
-"""The host tier of an index as a message, and an index made from one: how a tree passes from rank to rank (DESIGN 7).
+"""The host tier of an index as a message, and an index made from one: how a tree passes from rank to rank.
 
-A catalog lists the nodes that have a host copy, parents before children, with their keys, page hashes and what
-eviction depends on, in order of last access. It holds no page numbers: those are each rank's own. An index restored
-from the same catalog and the same retained pages is the same on every rank, whatever the ranks' trees were before.
+A catalog lists the nodes that have a host copy and those above them, the most recent first and so parents before
+children, with all that eviction depends on: the logical times of the nodes, their counters and sequence numbers, and
+those of the tree itself. It holds no page numbers: those are each rank's own. An index restored from the same catalog
+and the same retained pages is the same on every rank, whatever the ranks' trees were before, and goes on as the
+catalog's own index would have gone on with an empty L1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 
-import msgpack
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +21,7 @@ from hicache_ray.index.tiered import TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import NO_PAGES, Node, Pages
 
-VERSION = 1
+CATALOG_VERSION = 2
 Mask = npt.NDArray[np.bool_]
 
 
@@ -28,15 +29,22 @@ class CatalogError(ValueError):
     """Bytes that are no catalog of this version."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One node: `parent` is the place of its parent in the catalog, -1 below the root."""
+class CatalogEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One node; attributes as in `Node`, but for these:
+
+    Attributes:
+        parent: place of its parent in the catalog, -1 below the root.
+        units: its key.
+        hashes: 32 bytes a page.
+    """
 
     parent: int
     namespace: Namespace
     units: bytes
     hashes: bytes
-    """32 bytes a page."""
+    seq: int
+    creation: int
+    last_access: int
     hit_count: int
     priority: int
 
@@ -46,11 +54,13 @@ class Entry:
         return len(self.hashes) // HASH_BYTES
 
 
-@dataclass(frozen=True)
-class Catalog:
-    """The nodes of one index that have a host copy."""
+class Catalog(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
+    """The nodes of one index that have a host copy, those above them, and its tree's clock and sequence counter."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[CatalogEntry, ...]
+    tick: int = 0
+    next_seq: int = 1
+    version: int = CATALOG_VERSION
 
     @cached_property
     def hashes(self) -> list[bytes]:
@@ -60,44 +70,41 @@ class Catalog:
 
     def pack(self) -> bytes:
         """The catalog as a message."""
-        rows = [[e.parent, list(e.namespace), e.units, e.hashes, e.hit_count, e.priority] for e in self.entries]
-        return msgpack.packb([VERSION, rows])
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def unpack(cls, message: bytes) -> Catalog:
         """Reads `pack`'s bytes; CatalogError for anything else."""
         try:
-            version, rows = msgpack.unpackb(message)
-            entries = tuple(
-                Entry(p, Namespace(*ns), units, hashes, hits, prio) for p, ns, units, hashes, hits, prio in rows
-            )
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            catalog = msgspec.msgpack.decode(message, type=cls)
+        except (msgspec.MsgspecError, UnicodeError) as error:
             raise CatalogError(f"not a catalog: {error}") from None
-        if version != VERSION:
-            raise CatalogError(f"a catalog of version {version}, this side reads {VERSION}")
-        return cls(entries)
+        if catalog.version != CATALOG_VERSION:
+            raise CatalogError(f"a catalog of version {catalog.version}, this side reads {CATALOG_VERSION}")
+        return catalog
 
 
 def catalog_of(index: TieredIndex) -> Catalog:
     """The catalog of an index; nothing may be in flight."""
-    nodes = sorted(_backed_nodes(index), key=lambda node: (node.last_access, node.end, node.seq))
-    # A parent is at least as recent as its children, so it comes after them in this order: sort by depth first there.
-    order = _parents_first(nodes)
+    # Using a node uses those above it, so a parent is at least as recent as its children and comes before them.
+    order = sorted(_with_ancestors(_backed_nodes(index)), key=lambda node: (-node.last_access, node.end, node.seq))
     places = {node.seq: at for at, node in enumerate(order)}
     hashes = _hashes_by_node(index)
-    return Catalog(
-        tuple(
-            Entry(
-                parent=places.get(node.parent.seq, -1) if node.parent is not None else -1,
-                namespace=node.namespace,
-                units=node.key,
-                hashes=b"".join(hashes[node.seq]),
-                hit_count=node.hit_count,
-                priority=node.priority,
-            )
-            for node in order
+    entries = tuple(
+        CatalogEntry(
+            parent=places.get(node.parent.seq, -1) if node.parent is not None else -1,
+            namespace=node.namespace,
+            units=node.key,
+            hashes=b"".join(hashes[node.seq]),
+            seq=node.seq,
+            creation=node.creation,
+            last_access=node.last_access,
+            hit_count=node.hit_count,
+            priority=node.priority,
         )
+        for node in order
     )
+    return Catalog(entries, index.tree.tick, index.tree.next_seq)
 
 
 def host_pages_by_hash(index: TieredIndex) -> dict[bytes, int]:
@@ -111,15 +118,15 @@ def host_pages_by_hash(index: TieredIndex) -> dict[bytes, int]:
 
 
 def restored(index: TieredIndex, catalog: Catalog, retained: Mask, page_of: Callable[[bytes], int]) -> TieredIndex:
-    """A new index of the same kind, whose tree holds the retained pages of a catalog on the host.
+    """A new index in the place of another, whose tree holds the retained pages of a catalog on the host.
 
     Args:
-        index: says what kind; it must not be used afterwards.
+        index: the one it replaces, whose options, counters and listener it takes over; not to be used afterwards.
         catalog: the agreed one.
         retained: for each page of the catalog whether it is kept. A page is dropped with everything below it.
         page_of: this rank's L2 page of a page hash; asked for retained pages only.
     """
-    new = _empty_copy(index)
+    new = index.emptied()
     nodes: list[Node | None] = []
     kept: list[Pages] = []
     at = 0
@@ -136,6 +143,7 @@ def restored(index: TieredIndex, catalog: Catalog, retained: Mask, page_of: Call
             nodes.append(_add(new, parent, entry, count, pages, hashes))
             kept.append(pages)
         at += entry.pages
+    new.tree.tick, new.tree.next_seq = catalog.tick, catalog.next_seq
     _hold(new, np.concatenate(kept) if kept else NO_PAGES)
     return new
 
@@ -144,19 +152,15 @@ def _backed_nodes(index: TieredIndex) -> list[Node]:
     return [node for node in index.tree.nodes() if node.host_value is not None]
 
 
-def _parents_first(nodes: list[Node]) -> list[Node]:
-    order: list[Node] = []
-    placed: set[int] = set()
+def _with_ancestors(nodes: list[Node]) -> set[Node]:
+    """The nodes and all above them but the root. Write_back leaves some of those without a host copy for a while."""
+    found: set[Node] = set()
     for node in nodes:
-        path: list[Node] = []
-        at: Node | None = node
-        while at is not None and at.parent is not None and at.seq not in placed:
-            path.append(at)
+        at = node
+        while at.parent is not None and at not in found:
+            found.add(at)
             at = at.parent
-        for ancestor in reversed(path):
-            placed.add(ancestor.seq)
-            order.append(ancestor)
-    return order
+    return found
 
 
 def _hashes_by_node(index: TieredIndex) -> dict[int, list[bytes]]:
@@ -175,32 +179,19 @@ def _hashes_by_node(index: TieredIndex) -> dict[int, list[bytes]]:
     return hashes
 
 
-def _empty_copy(index: TieredIndex) -> TieredIndex:
-    new = TieredIndex(
-        page_size=index.page_size,
-        device_pages=index.device.total,
-        host_pages=index.host.total,
-        eviction_policy=index.tree.strategy,
-        write_policy=index.write_policy,
-        load_back_threshold=index.load_back_threshold,
-        hash_pages=index.hash_pages,
-        bigram=index.bigram,
-    )
-    new.on_event = index.on_event
-    return new
-
-
-def _is_whole(parent: Node | None, entry: Entry) -> bool:
+def _is_whole(parent: Node | None, entry: CatalogEntry) -> bool:
     return parent is not None and parent.pages == entry.pages
 
 
-def _add(index: TieredIndex, parent: Node, entry: Entry, count: int, pages: Pages, hashes: list[bytes]) -> Node:
+def _add(index: TieredIndex, parent: Node, entry: CatalogEntry, count: int, pages: Pages, hashes: list[bytes]) -> Node:
     step = index.tree.page_bytes
     units = b"\0" * (parent.end * step) + entry.units[: count * step]
     key = Key(units, step, entry.namespace, index.bigram)
-    index.tree.tick += 1
-    node = index.tree.add_leaf(parent, key, value=None, host_value=pages, priority=entry.priority)
-    node.hit_count = entry.hit_count
+    tree = index.tree
+    tree.tick, tree.next_seq = entry.creation, entry.seq
+    node = tree.add_leaf(parent, key, value=None, host_value=pages, priority=entry.priority)
+    node.last_access, node.hit_count = entry.last_access, entry.hit_count
+    tree.reorder(node)
     if index.hash_pages:
         node.hash_value = hashes
     return node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from hicache_ray.hashing import page_hashes
 from hicache_ray.index.evictor import Evictor
@@ -13,6 +14,7 @@ from hicache_ray.index.types import (
     Events,
     EventSink,
     IndexBusyError,
+    IndexOptions,
     IndexStats,
     Inserted,
     Ledger,
@@ -22,13 +24,13 @@ from hicache_ray.index.types import (
     Write,
 )
 from hicache_ray.pools.allocator import PageAllocator
-from hicache_ray.radix.eviction import EvictionStrategy
 from hicache_ray.radix.key import Key, page_bytes_of
 from hicache_ray.radix.node import Node, Pages
 from hicache_ray.radix.tree import RadixTree
 
 _WRITE_THRESHOLDS = {"write_through": 1, "write_through_selective": 2, "write_back": 0}
 """Hits after which an insert writes a node to the host; 0: only its eviction does (case 22)."""
+_CHANGEABLE = ("write_policy", "load_back_threshold")
 
 
 class TieredIndex:
@@ -38,68 +40,76 @@ class TieredIndex:
     same calls stay equal, which `tree.digest()` shows.
 
     Args:
-        page_size: tokens a page.
-        device_pages, host_pages: pages of L1 and L2. Without host pages there is one tier.
-        eviction_policy: registered name, or a strategy.
-        write_policy: "write_through", "write_through_selective" or "write_back" (case 22).
-        load_back_threshold: fewest tokens worth loading from the host (case 39).
-        hash_pages: nodes carry page hashes; needed once an L3 is attached, see `enable_hashes`.
-        bigram: keys are made of pairs of tokens (EAGLE).
-        refresh_remainder: where a walk ends inside a node, the part of it that was not asked for counts as used too.
-            True is SGLang's way and that of the recorded traces. False keeps more of what is asked for again: 2 % more
-            hits in a chat trace whose working set is ten times the cache.
+        options: what decides its behaviour.
+        stats, events: counters and listener to go on with; new ones by default.
 
     Attributes:
+        page_size, bigram: of its keys.
         tree: the radix tree.
         device, host: allocators of L1 and L2.
         writes, loads, backups: transfers in flight, oldest first.
         stats: counters.
     """
 
-    def __init__(
-        self,
-        *,
-        page_size: int,
-        device_pages: int,
-        host_pages: int,
-        eviction_policy: str | EvictionStrategy = "lru",
-        write_policy: str = "write_through",
-        load_back_threshold: int = 10,
-        hash_pages: bool = False,
-        bigram: bool = False,
-        refresh_remainder: bool = True,
-    ) -> None:
-        self.page_size = page_size
-        self.load_back_threshold = load_back_threshold
-        self.hash_pages = hash_pages
-        self.bigram = bigram
-        page_bytes = page_bytes_of(page_size, bigram)
-        self.tree = RadixTree(page_bytes, eviction_policy, refresh_remainder=refresh_remainder)
-        self.device = PageAllocator(device_pages, page_size)
-        self.host = PageAllocator(host_pages, page_size)
-        self._tiered = host_pages > 0
-        self.stats = IndexStats()
-        self._events = Events()
+    def __init__(self, options: IndexOptions, *, stats: IndexStats | None = None, events: Events | None = None) -> None:
+        self.page_size, self.bigram = options.page_size, options.bigram
+        self.tree = RadixTree(
+            page_bytes_of(self.page_size, self.bigram),
+            options.eviction_policy,
+            refresh_remainder=options.refresh_remainder,
+        )
+        self.device = PageAllocator(options.device_pages, self.page_size)
+        self.host = PageAllocator(options.host_pages, self.page_size)
+        self._tiered = options.host_pages > 0
+        self.stats = stats or IndexStats()
+        self._events = events or Events()
         self._transfers = Transfers(self.tree, self._events)
         self._evictor = Evictor(self.tree, self.device, self.host, self._transfers, self.stats, self._events)
         self.writes: deque[Write] = self._transfers.writes
         self.loads: deque[Load] = self._transfers.loads
         self.backups: deque[Backup] = self._transfers.backups
-        self.write_policy = write_policy
+        self._options = options
+        self.options = options
+
+    @property
+    def options(self) -> IndexOptions:
+        """The options as they are now. When to write and to load may be changed; what is in the tree stays as it is.
+
+        Raises: ValueError for an unknown write policy, and for a change of anything else.
+        """
+        return self._options
+
+    @options.setter
+    def options(self, options: IndexOptions) -> None:
+        if options.write_policy not in _WRITE_THRESHOLDS:
+            raise ValueError(
+                f"write_policy {options.write_policy!r} is unknown; give one of {', '.join(_WRITE_THRESHOLDS)}"
+            )
+        for name, value in vars(options).items():
+            if name not in _CHANGEABLE and value != getattr(self._options, name):
+                raise ValueError(f"{name} of an index can't be changed from {getattr(self._options, name)!r}")
+        self._options = options
+        self._write_threshold = _WRITE_THRESHOLDS[options.write_policy] if self._tiered else 0
+        self._counts_hits = not (self._tiered and options.write_policy == "write_back")
+        self._evictor.write_back = not self._counts_hits
 
     @property
     def write_policy(self) -> str:
         """When nodes are written to the host. May be changed at any time; what is in the tree stays as it is."""
-        return self._write_policy
+        return self._options.write_policy
 
     @write_policy.setter
     def write_policy(self, name: str) -> None:
-        if name not in _WRITE_THRESHOLDS:
-            raise ValueError(f"write_policy {name!r} is unknown; give one of {', '.join(_WRITE_THRESHOLDS)}")
-        self._write_policy = name
-        self._write_threshold = _WRITE_THRESHOLDS[name] if self._tiered else 0
-        self._counts_hits = not (self._tiered and name == "write_back")
-        self._evictor.write_back = not self._counts_hits
+        self.options = replace(self._options, write_policy=name)
+
+    @property
+    def hash_pages(self) -> bool:
+        """Whether nodes carry page hashes."""
+        return self._options.hash_pages
+
+    def emptied(self) -> TieredIndex:
+        """A new index in the place of this one, with nothing in it: the same options, counters and listener."""
+        return TieredIndex(self._options, stats=self.stats, events=self._events)
 
     @property
     def on_event(self) -> EventSink | None:
@@ -290,7 +300,7 @@ class TieredIndex:
             chain.append(anchor)
             anchor = anchor.parent  # type: ignore[assignment]
         count = bottom.end - anchor.end
-        if not chain or count * self.page_size < self.load_back_threshold:
+        if not chain or count * self.page_size < self._options.load_back_threshold:
             return None
         if quota_pages is not None and count > quota_pages:
             return None
@@ -401,7 +411,7 @@ class TieredIndex:
     def enable_hashes(self) -> None:
         """A store is attached: nodes carry page hashes from now on, those in the tree get theirs, chained from the root
         (D5), and none of them was sent to it."""
-        self.hash_pages = True
+        self._options = replace(self._options, hash_pages=True)
         for node in self.tree.nodes():
             node.stored = False
             if node.hash_value is None:

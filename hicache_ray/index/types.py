@@ -9,8 +9,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from hicache_ray.radix.eviction import EvictionStrategy
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node, Pages
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexOptions:
+    """Everything that decides how an index behaves: two with equal options and the same calls stay equal.
+
+    Attributes:
+        page_size: tokens a page.
+        device_pages, host_pages: pages of L1 and L2. Without host pages there is one tier.
+        eviction_policy: registered name, or a strategy.
+        write_policy: "write_through", "write_through_selective" or "write_back" (case 22).
+        load_back_threshold: fewest tokens worth loading from the host (case 39).
+        hash_pages: nodes carry page hashes; needed once an L3 is attached, see `TieredIndex.enable_hashes`.
+        bigram: keys are made of pairs of tokens (EAGLE).
+        refresh_remainder: where a walk ends inside a node, the part of it that was not asked for counts as used too.
+            True is SGLang's way and that of the recorded traces. False keeps more of what is asked for again: 2 % more
+            hits in a chat trace whose working set is ten times the cache.
+    """
+
+    page_size: int
+    device_pages: int
+    host_pages: int
+    eviction_policy: str | EvictionStrategy = "lru"
+    write_policy: str = "write_through"
+    load_back_threshold: int = 10
+    hash_pages: bool = False
+    bigram: bool = False
+    refresh_remainder: bool = True
 
 
 class IndexBusyError(RuntimeError):

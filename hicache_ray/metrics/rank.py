@@ -32,13 +32,12 @@ OPERATIONS = {
 
 BACKUPS = {"stored": "l2_to_l3", "retried": "l3_backup_retried", "failed": "l3_backup_failed"}
 
-OF_INDEX = ("hicache_evicted_pages_total", "hicache_dropped_pages_total", "hicache_refused_writes_total")
 OF_STORAGE = (
     *("hicache_backup_pages_total", "hicache_worker_failures_total", "hicache_storage_calls_total"),
     *("hicache_storage_pages_total", "hicache_storage_bytes_total", "hicache_storage_seconds_total"),
     "hicache_storage_failures_total",
 )
-"""Counters that follow an index's and a backend's own numbers."""
+"""Counters that follow a backend's own numbers."""
 
 
 class RankMetrics:
@@ -54,7 +53,6 @@ class RankMetrics:
         self.cache = cache
         self.events = events
         self._one_at_a_time = threading.Lock()
-        self._index = cache.index
         self._io = cache.controller.storage_io
         self.registry = Registry(**labels, rank=str(cache.rank))
 
@@ -85,11 +83,7 @@ class RankMetrics:
                 registry.advance("hicache_prefetched_pages_total", count)
             else:
                 registry.advance("hicache_prefetches_total", count, result)
-        self._collect_index(self._index)
-        if cache.index is not self._index:  # a recovery made a new one, which counts from zero
-            registry.restart(OF_INDEX)
-            self._index = cache.index
-            self._collect_index(self._index)
+        self._collect_index(cache.index)
         self._collect_storage(self._io)
         if cache.controller.storage_io is not self._io:  # another backend, which counts from zero
             registry.restart(OF_STORAGE)

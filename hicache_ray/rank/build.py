@@ -9,7 +9,7 @@ import torch
 
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.config.options import parse_extra_config
-from hicache_ray.index import TieredIndex
+from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.kernels.dispatch import transfer
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
@@ -46,14 +46,16 @@ def build_cache(
     pool = device_pool or DevicePool(kv_spec(config), l1_pages(config), config.page_size, device_of(config))
     host = HostPool(pool.spec, l2_pages(config, pool), config.page_size, config.hicache_mem_layout)
     index = TieredIndex(
-        page_size=config.page_size,
-        device_pages=pool.pages,
-        host_pages=host.pages,
-        eviction_policy=config.radix_eviction_policy,
-        write_policy=config.hicache_write_policy,
-        load_back_threshold=config.load_back_threshold,
-        bigram=config.enable_eagle,
-        refresh_remainder=False,  # hits more on real traces: .2112 of the blocks against .2068 at 10,000
+        IndexOptions(
+            page_size=config.page_size,
+            device_pages=pool.pages,
+            host_pages=host.pages,
+            eviction_policy=config.radix_eviction_policy,
+            write_policy=config.hicache_write_policy,
+            load_back_threshold=config.load_back_threshold,
+            bigram=config.enable_eagle,
+            refresh_remainder=False,  # hits more on real traces: .2112 of the blocks against .2068 at 10,000
+        )
     )
     copies = transfer(config.hicache_io_backend, config.hicache_mem_layout, pool.spec.attention)
     controller = TransferController(pool, host, copies, copy_timeout=config.step_timeout)

@@ -360,11 +360,12 @@ class HiRadixCache:
         self.stores.close()
 
     def settings(self) -> dict[str, Any]:
-        """What may have been changed at run time, for a rank that joins: policies and the attached store."""
+        """What may have been changed at run time, for a rank that joins: policies, the attached store and its use."""
         policy = self.prefetcher.policy
         return {
             "backend": self.backend_name,
             "options": self._backend_options,
+            "in_use": self.prefetcher.enabled,
             "policies": {
                 "write_policy": self.index.write_policy,
                 "prefetch_policy": policy.name,
@@ -397,7 +398,7 @@ class HiRadixCache:
             self.detach_storage()
             if settings["backend"] is not None:
                 self.attach_backend(*wanted)
-        self.prefetcher.enabled = True
+        self.prefetcher.enabled = settings["in_use"]
         self.set_policies(settings["policies"])
 
     # -- recovery ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from hicache_ray.index import TieredIndex
+from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.replay.report import POOL_NAMES, ReplayReport, TokenCounts, add_up
 from hicache_ray.replay.workload import Workload
@@ -88,13 +88,15 @@ def evictions_of(stats: dict[str, Any]) -> dict[str, int]:
 
 def _index(workload: Workload, settings: IndexSettings, l1_pages: int) -> TieredIndex:
     return TieredIndex(
-        page_size=1 if workload.blocks else settings.page_size,
-        device_pages=l1_pages,
-        host_pages=settings.l2_pages,
-        eviction_policy=settings.policy,
-        write_policy=settings.write_policy,
-        load_back_threshold=1,
-        refresh_remainder=False,  # recency to the block, as the simulators have it that traces are published with
+        IndexOptions(
+            page_size=1 if workload.blocks else settings.page_size,
+            device_pages=l1_pages,
+            host_pages=settings.l2_pages,
+            eviction_policy=settings.policy,
+            write_policy=settings.write_policy,
+            load_back_threshold=1,
+            refresh_remainder=False,  # recency to the block, as the simulators have it that traces are published with
+        )
     )
 
 
