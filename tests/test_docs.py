@@ -12,6 +12,8 @@ import pytest
 from tests.conftest import REPOSITORY
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *REPOSITORY.glob("tests/data/*.md")])
+CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""Pages about what is there; a changelog also names what is not any more."""
 
 _FILE = re.compile(r"(?<![\w/.])(?:hicache_ray|tests|benchmarks|examples|docs|tools)/[\w*./-]*")
 _MODULE = re.compile(r"(?<![\w.])(?:hicache_ray|examples)(?:\.\w+)+")
@@ -19,7 +21,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 
 
 def named(pattern: re.Pattern[str]) -> Iterator[tuple[Path, str]]:
-    for page in PAGES:
+    for page in CURRENT:
         for match in pattern.finditer(page.read_text()):
             yield page, match.group(0)
 
@@ -52,6 +54,17 @@ def names_in(source: Path) -> set[str]:
     return found
 
 
+def defined_in(source: Path) -> set[str]:
+    """Functions "f" and methods "Class.method" of a file, and its classes."""
+    found = set()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found.update(f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef))
+    return found
+
+
 def anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -71,9 +84,22 @@ def test_every_module_that_a_page_names_exists() -> None:
     assert missing == []
 
 
+def test_every_function_beside_its_file_is_there() -> None:
+    """Table rows "| `Class.method` | `hicache_ray/file.py` |"."""
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"\| `([\w.]+)` \| `(hicache_ray/[\w/]+\.py)` \|", text)
+    missing = [f"{name} in {file}" for name, file in rows if name not in defined_in(REPOSITORY / file)]
+    assert rows and missing == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in _LINK.findall(page.read_text()):
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{page.name}: {target}"
         assert not anchor or anchor[1:] in anchors(path), f"{page.name}: {target}{anchor}"
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    linked = {target for target, _ in _LINK.findall((REPOSITORY / "README.md").read_text())}
+    assert {f"docs/{page.name}" for page in (REPOSITORY / "docs").glob("*.md")} <= linked
