@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_ray.actors.directory import group_name
 from hicache_ray.actors.errors import GroupError, StepCollision
@@ -250,11 +251,12 @@ def test_the_audit_counts_everything_and_says_what_is_wrong(ctl: Ctl, group: TPG
 def test_metrics_are_printed_for_every_rank(ctl: Ctl, group: TPGroup) -> None:
     code, out, _ = ctl("metrics")
     assert code == 0 and out.count("# TYPE hicache_steps_total counter") == 1
-    for rank in (0, 1):
-        labels = f'{{service="test",group="a",rank="{rank}"}}'
-        steps = next(line for line in out.splitlines() if line.startswith(f"hicache_steps_total{labels}"))
-        assert float(steps.split()[-1]) > 0
-    assert 'hicache_prompt_tokens_total{service="test",group="a",rank="0",source="computed"}' in out
+    families = {family.name: family.samples for family in text_string_to_metric_families(out)}
+    steps = {tuple(sorted(sample.labels.items())): sample.value for sample in families["hicache_steps"]}
+    for rank in ("0", "1"):
+        assert steps[("group", "a"), ("rank", rank), ("service", "test")] > 0
+    labels = [sample.labels for sample in families["hicache_prompt_tokens"]]
+    assert {"service": "test", "group": "a", "rank": "0", "source": "computed"} in labels
     code, out, _ = ctl("--json", "metrics")
     assert code == 0 and len(json.loads(out)["a"]) == 2
 

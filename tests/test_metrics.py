@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import time
 import urllib.request
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.metrics import (
@@ -22,7 +24,7 @@ from hicache_ray.metrics import (
     ShardMetrics,
     exposition,
 )
-from hicache_ray.metrics.rank import STEP_PARTS
+from hicache_ray.metrics.rank import TIMED_PARTS
 from hicache_ray.rank.step import Finish, StepAnswer
 from hicache_ray.storage.memory import BACKEND, drop_store
 from hicache_ray.storage.shard.shard import ShardStats
@@ -55,15 +57,18 @@ def test_every_metric_is_in_the_documentation_and_no_other() -> None:
 
 def test_a_registry_counts_sets_and_observes() -> None:
     registry = Registry(group="a")
-    registry.add("hicache_prompt_tokens_total", 3, "l1")
-    registry.add("hicache_prompt_tokens_total", 4, "l1")
-    registry.set("hicache_current_requests", 2, "running")
-    registry.set("hicache_current_requests", 1, "running")
+    registry.child("hicache_prompt_tokens_total", "l1").inc(3)
+    registry.child("hicache_prompt_tokens_total", "l1").inc(4)
+    registry.child("hicache_current_requests", "running").set(2)
+    registry.child("hicache_current_requests", "running").set(1)
     for value in (0.0001, 0.003, 100.0):
-        registry.observe("hicache_step_seconds", value, "work")
+        registry.child("hicache_step_seconds", "work").observe(value)
     assert registry.value("hicache_prompt_tokens_total", "l1") == 7
     assert registry.value("hicache_prompt_tokens_total", "l2") == 0
+    assert registry.total("hicache_step_seconds", "work") == pytest.approx(100.0031)
+    assert registry.total("hicache_step_seconds", "engine") == 0
     snapshot = registry.snapshot()
+    assert list(snapshot) == ["hicache_prompt_tokens_total", "hicache_step_seconds", "hicache_current_requests"]
     assert snapshot["hicache_current_requests"] == [
         {"labels": {"group": "a", "state": "running"}, "value": 1, "sum": 0.0, "buckets": ()}
     ]
@@ -87,15 +92,26 @@ def test_a_counter_follows_a_cumulative_number_also_when_that_begins_again() -> 
 def test_the_text_is_what_prometheus_reads() -> None:
     first, second = Registry(group='a"b\\c', rank="0"), Registry(group="a", rank="1")
     for registry in (first, second):
-        registry.add("hicache_steps_total", 2)
-        registry.observe("hicache_step_seconds", 0.0015, "work")
+        registry.child("hicache_steps_total").inc(2)
+        registry.child("hicache_step_seconds", "work").observe(0.0015)
     text = exposition([first.snapshot(), second.snapshot()])
-    lines = text.splitlines()
-    assert lines.count("# TYPE hicache_steps_total counter") == 1 and text.endswith("\n")
-    assert 'hicache_steps_total{group="a\\"b\\\\c",rank="0"} 2' in lines
-    assert 'hicache_step_seconds_bucket{group="a",rank="1",part="work",le="0.001"} 0' in lines
-    assert 'hicache_step_seconds_bucket{group="a",rank="1",part="work",le="+Inf"} 1' in lines
-    assert 'hicache_step_seconds_count{group="a",rank="1",part="work"} 1' in lines
+    assert text.splitlines().count("# TYPE hicache_steps_total counter") == 1 and text.endswith("\n")
+    assert "_created" not in text
+    steps, seconds = text_string_to_metric_families(text)
+    assert (steps.type, seconds.type) == ("counter", "histogram")
+    assert seconds.documentation == METRICS["hicache_step_seconds"].help
+    assert [(sample.labels, sample.value) for sample in steps.samples] == [
+        ({"group": 'a"b\\c', "rank": "0"}, 2),
+        ({"group": "a", "rank": "1"}, 2),
+    ]
+    read = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in seconds.samples}
+
+    def value(part: str, **bound: str) -> float:
+        labels = {"group": "a", "part": "work", "rank": "1", **bound}
+        return read[(f"hicache_step_seconds_{part}", *sorted(labels.items()))]
+
+    assert [value("bucket", le=bound) for bound in ("0.001", "0.002", "+Inf")] == [0, 1, 1]
+    assert value("count") == 1 and value("sum") == 0.0015
     assert exposition([]) == ""
 
 
@@ -157,12 +173,14 @@ def test_case_64_a_ranks_metrics_are_what_it_did(group: LocalGroup) -> None:
         assert states == {state: stats["ledger"][pool][state] for state in states}
     assert value("hicache_storage_attached") == 1
     assert value("hicache_steps_total") == counted.steps
-    assert all(value("hicache_step_time_seconds_total", part) > 0 for part in STEP_PARTS)
+    assert all(value("hicache_step_time_seconds_total", part) > 0 for part in TIMED_PARTS)
 
 
 def test_agreed_numbers_are_counted_on_rank_0_only(group: LocalGroup) -> None:
     counted = Counted(group)
     serve(counted, "one", prompts(1)[0])
+    for metrics in counted.metrics:
+        metrics.collect()
     first, second = (metrics.registry for metrics in counted.metrics)
     assert first.value("hicache_requests_total") == 1 and second.value("hicache_requests_total") == 0
     assert second.value("hicache_steps_total") == first.value("hicache_steps_total") > 0
@@ -242,6 +260,7 @@ def test_case_64_l2_and_l3_tokens_are_exactly_the_pages_that_were_loaded() -> No
         driver.group.step = observed
         for _ in range(STEPS):
             driver.step()
+        metrics.collect()
         value = metrics.registry.value
         tokens = sum(value("hicache_prompt_tokens_total", source) for source in ("l2", "l3"))
         refused = value("hicache_schedule_refusals_total")
@@ -267,26 +286,41 @@ def test_supervisors_and_storage_actors_have_their_own() -> None:
     assert shard.registry.snapshot()["hicache_storage_actor_bytes"][0]["labels"]["member"] == "p-0"
 
 
-def test_an_exporter_goes_on_after_a_failure_and_exports_a_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    exported: dict[str, float] = {}
+class Exported:
+    """Stands in for `ray.util.metrics`: what it was told, by metric name."""
 
-    class Recorded:
-        def __init__(self, name: str, **_: object) -> None:
-            self.name = name
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.observed: dict[str, list[float]] = {}
+        told = self
 
-        def inc(self, value: float, tags: dict[str, str]) -> None:
-            exported[self.name] = exported.get(self.name, 0) + value
+        class Recorded:
+            def __init__(self, name: str, **_: object) -> None:
+                self.name = name
 
-        def set(self, value: float, tags: dict[str, str]) -> None:
-            exported[self.name] = value
+            def inc(self, value: float, tags: dict[str, str]) -> None:
+                told.values[self.name] = told.values.get(self.name, 0) + value
 
-        def observe(self, value: float, tags: dict[str, str]) -> None:
-            exported[self.name] = exported.get(self.name, 0) + 1
+            def set(self, value: float, tags: dict[str, str]) -> None:
+                told.values[self.name] = value
 
+            def observe(self, value: float, tags: dict[str, str]) -> None:
+                told.observed.setdefault(self.name, []).append(value)
+
+        self.kind = Recorded
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Exported:
     from ray.util import metrics as ray_metrics
 
+    told = Exported()
     for kind in ("Counter", "Gauge", "Histogram"):
-        monkeypatch.setattr(ray_metrics, kind, Recorded)
+        monkeypatch.setattr(ray_metrics, kind, told.kind)
+    return told
+
+
+def test_an_exporter_goes_on_after_a_failure_and_exports_a_last_time(exported: Exported) -> None:
     registry, calls = Registry(rank="0"), []
 
     def collect() -> None:
@@ -297,15 +331,30 @@ def test_an_exporter_goes_on_after_a_failure_and_exports_a_last_time(monkeypatch
     exporter = RayExporter(registry, collect, period=0.01)
     deadline = time.monotonic() + 20
     while len(calls) < 3 and time.monotonic() < deadline:
-        registry.add("hicache_steps_total", 1)
-        registry.set("hicache_generation", 4)
-        registry.observe("hicache_request_tokens", 5, "l1")
+        registry.child("hicache_steps_total").inc()
+        registry.child("hicache_generation").set(4)
+        registry.child("hicache_request_tokens", "l1").observe(5)
     exporter.close()
     exporter.close()
     assert exporter.failures == 1
     steps = registry.value("hicache_steps_total")
-    assert exported["hicache_steps_total"] == steps and exported["hicache_generation"] == 4
-    assert exported["hicache_request_tokens"] == registry.snapshot()["hicache_request_tokens"][0]["value"] == steps
+    assert exported.values["hicache_steps_total"] == steps and exported.values["hicache_generation"] == 4
+    observations = registry.snapshot()["hicache_request_tokens"][0]["value"]
+    assert len(exported.observed["hicache_request_tokens"]) == observations == steps
+
+
+def test_an_exported_observation_falls_into_its_own_bucket(exported: Exported) -> None:
+    registry = Registry(rank="0")
+    exporter = RayExporter(registry, period=60.0)
+    boundaries = METRICS["hicache_request_tokens"].boundaries
+    values = [0.0, 1.0, 5.0, 16.0, 17.0, 262144.0, 262145.0, 1e9]
+    for value in values:
+        registry.child("hicache_request_tokens", "l1").observe(value)
+        exporter.export()
+    exporter.close()
+    told = exported.observed["hicache_request_tokens"]
+    assert [bisect_left(boundaries, value) for value in told] == [bisect_left(boundaries, value) for value in values]
+    assert not set(told) & set(boundaries)
 
 
 @pytest.mark.ray

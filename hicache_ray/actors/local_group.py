@@ -19,7 +19,7 @@ import numpy as np
 from hicache_ray.actors.control import RuntimeControl
 from hicache_ray.actors.errors import DivergenceError, GroupError
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.metrics import RankMetrics
+from hicache_ray.metrics import RankMetrics, Snapshot
 from hicache_ray.rank import control
 from hicache_ray.rank.audit import audit_of, status_of
 from hicache_ray.rank.build import build_cache
@@ -206,7 +206,7 @@ class LocalGroup(RuntimeControl):
                 raise self.broken
 
 
-def _metrics(cache: HiRadixCache, name: str) -> dict[str, list[dict[str, Any]]]:
+def _metrics(cache: HiRadixCache, name: str) -> Snapshot:
     """The metrics of a rank that come from its own counters; nobody counts its steps."""
     metrics = RankMetrics(cache, service="local", group=name)
     metrics.collect()

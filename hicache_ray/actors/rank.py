@@ -18,7 +18,7 @@ from hicache_ray.actors.errors import StaleGeneration, StepCollision
 from hicache_ray.actors.recovery import RankInfo
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.events.publisher import KVEvents
-from hicache_ray.metrics import RankMetrics, RayExporter
+from hicache_ray.metrics import RankMetrics, RayExporter, Snapshot
 from hicache_ray.rank import control
 from hicache_ray.rank.audit import audit_of, status_of
 from hicache_ray.rank.build import build_cache
@@ -209,7 +209,7 @@ class RankServer:
         """Counts everything this rank owns anew, between two steps; `faults` says what does not add up."""
         return audit_of(self.cache).as_dict()
 
-    def snapshot(self) -> dict[str, list[dict[str, Any]]]:
+    def snapshot(self) -> Snapshot:
         """This rank's metrics now (`metrics.Registry.snapshot`)."""
         self.metrics.collect()
         return self.metrics.registry.snapshot()

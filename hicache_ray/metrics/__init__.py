@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from hicache_ray.metrics.actors import HealMetrics, ShardMetrics
 from hicache_ray.metrics.exporter import RayExporter
 from hicache_ray.metrics.names import METRICS, Kind, Metric
-from hicache_ray.metrics.rank import HealMetrics, RankMetrics, ShardMetrics
-from hicache_ray.metrics.registry import Registry, exposition
+from hicache_ray.metrics.rank import RankMetrics
+from hicache_ray.metrics.registry import Registry, Sample, Snapshot, exposition
 
 __all__ = [
     "METRICS",
@@ -15,6 +16,8 @@ __all__ = [
     "RankMetrics",
     "RayExporter",
     "Registry",
+    "Sample",
     "ShardMetrics",
+    "Snapshot",
     "exposition",
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hicache_ray.metrics.names import METRICS, Kind, Metric
-from hicache_ray.metrics.registry import LabelValues, Registry
+from hicache_ray.metrics.registry import Registry, Sample
 
 logger = logging.getLogger("hicache_ray.metrics")
 
@@ -33,9 +33,8 @@ class RayExporter:
         self._collect = collect
         self._period = period
         self._metrics: dict[str, Any] = {}
-        self._exported: dict[tuple[str, LabelValues], float] = {}
+        self._exported: dict[tuple[str, ...], Sample] = {}
         self._stopped = threading.Event()
-        registry.keep_observations = True
         self._thread = threading.Thread(target=self._run, name="hicache-metrics", daemon=True)
         self._thread.start()
 
@@ -47,19 +46,23 @@ class RayExporter:
     def export(self) -> None:
         """Hands on what changed since the last call."""
         self._collect()
-        registry = self._registry
-        for key, value in list(registry.values.items()):
-            name, labels = key
-            metric, tags = self._metric(name), self._tags(METRICS[name], labels)
-            if METRICS[name].kind is Kind.GAUGE:
-                metric.set(value, tags=tags)
-            elif value > self._exported.get(key, 0):
-                metric.inc(value - self._exported.get(key, 0), tags=tags)
-                self._exported[key] = value
-        for (name, labels), histogram in list(registry.histograms.items()):
-            metric, tags = self._metric(name), self._tags(METRICS[name], labels)
-            for _ in range(len(histogram.pending)):
-                metric.observe(histogram.pending.popleft(), tags=tags)
+        for name, samples in self._registry.snapshot().items():
+            for sample in samples:
+                self._hand_on(METRICS[name], sample)
+
+    def _hand_on(self, metric: Metric, sample: Sample) -> None:
+        key = (metric.name, *sample["labels"].values())
+        before = self._exported.get(key, Sample(labels={}, value=0, sum=0, buckets=(0,) * len(metric.boundaries)))
+        self._exported[key] = sample
+        ray_metric = self._metric(metric, tuple(sample["labels"]))
+        if metric.kind is Kind.GAUGE:
+            ray_metric.set(sample["value"], tags=sample["labels"])
+        elif metric.kind is Kind.COUNTER and sample["value"] > before["value"]:
+            ray_metric.inc(sample["value"] - before["value"], tags=sample["labels"])
+        elif metric.kind is Kind.HISTOGRAM:
+            for middle, count in zip(_middles(metric.boundaries), _per_bucket(before, sample), strict=True):
+                for _ in range(count):
+                    ray_metric.observe(middle, tags=sample["labels"])
 
     def _run(self) -> None:
         going = True
@@ -72,16 +75,28 @@ class RayExporter:
                 if self.failures == 1:
                     logger.exception("metrics could not be exported; further failures are only counted")
 
-    def _metric(self, name: str) -> Any:
-        if name not in self._metrics:
-            self._metrics[name] = _make(METRICS[name], (*self._registry.labels, *METRICS[name].labels))
-        return self._metrics[name]
-
-    def _tags(self, metric: Metric, labels: LabelValues) -> dict[str, str]:
-        return {**self._registry.labels, **dict(zip(metric.labels, labels, strict=True))}
+    def _metric(self, metric: Metric, labels: tuple[str, ...]) -> Any:
+        if metric.name not in self._metrics:
+            self._metrics[metric.name] = _made(metric, labels)
+        return self._metrics[metric.name]
 
 
-def _make(metric: Metric, tag_keys: tuple[str, ...]) -> Any:
+def _middles(boundaries: Sequence[float]) -> list[float]:
+    """A value of each bucket. Ray keeps no more of an observation than the bucket it falls in."""
+    last = boundaries[-1]
+    return [(low + high) / 2 for low, high in zip((0.0, *boundaries), (*boundaries, 3 * last), strict=True)]
+
+
+def _per_bucket(before: Sample, now: Sample) -> list[int]:
+    """New observations of each bucket, the unbounded one last."""
+    grown = [
+        int(new - old)
+        for new, old in zip((*now["buckets"], now["value"]), (*before["buckets"], before["value"]), strict=True)
+    ]
+    return [count - below for count, below in zip(grown, (0, *grown[:-1]), strict=True)]
+
+
+def _made(metric: Metric, tag_keys: tuple[str, ...]) -> Any:
     from ray.util import metrics
 
     if metric.kind is Kind.HISTOGRAM:

@@ -1,38 +1,30 @@
-"""The metrics of one rank: a few additions a step, and the rest from counters that the rank has anyway.
-
-The metrics of the actors beside the ranks: what a supervisor healed, what a storage actor holds.
-"""
+"""The metrics of one rank: a few observations a step, and the rest from counters that the rank has anyway."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from hicache_ray.events.publisher import KVEvents
+from hicache_ray.index import TieredIndex
 from hicache_ray.metrics.registry import Registry
 from hicache_ray.rank.audit import in_flight
+from hicache_ray.rank.cache import HiRadixCache
+from hicache_ray.rank.l3 import StorageIO
 from hicache_ray.rank.step import Scheduled, StepAnswer
 
-if TYPE_CHECKING:
-    from hicache_ray.events.publisher import KVEvents
-    from hicache_ray.index import TieredIndex
-    from hicache_ray.rank.cache import HiRadixCache
-    from hicache_ray.rank.l3 import StorageIO
-    from hicache_ray.storage.shard.shard import ShardStats
-
-
-TIERS = {"device": "l1", "host": "l2"}
-STEP_PARTS = ("reduction", "work", "engine", "total")
-OPERATIONS = {
+_TIERS = {"device": "l1", "host": "l2"}
+_SOURCES = ("l1", "l2", "l3", "computed")
+TIMED_PARTS = ("reduction", "work", "engine", "total")
+_OPERATIONS = {
     "exists": {"asked": "exists_asked", "hit": "exists_hits"},
     "get": {"asked": "get_asked", "hit": "get_hits"},
     "set": {"asked": "set_asked", "stored": "set_stored", "existing": "set_existing"},
 }
 """Page counters of a backend by operation and result."""
 
-BACKUPS = {"stored": "l2_to_l3", "retried": "l3_backup_retried", "failed": "l3_backup_failed"}
+_BACKUPS = {"stored": "l2_to_l3", "retried": "l3_backup_retried", "failed": "l3_backup_failed"}
 
-OF_STORAGE = (
+_OF_STORAGE = (
     *("hicache_backup_pages_total", "hicache_worker_failures_total", "hicache_storage_calls_total"),
     *("hicache_storage_pages_total", "hicache_storage_bytes_total", "hicache_storage_seconds_total"),
     "hicache_storage_failures_total",
@@ -58,13 +50,11 @@ class RankMetrics:
 
     def observe(self, answer: StepAnswer) -> None:
         """Counts one step of this rank."""
-        registry = self.registry
-        registry.add("hicache_steps_total", 1)
-        for part in STEP_PARTS:
-            if part in answer.timings_us:
-                seconds = answer.timings_us[part] * 1e-6
-                registry.add("hicache_step_time_seconds_total", seconds, part)
-                registry.observe("hicache_step_seconds", seconds, part)
+        child, timings = self.registry.child, answer.timings_us
+        child("hicache_steps_total").inc()
+        for part in TIMED_PARTS:
+            if part in timings:
+                child("hicache_step_seconds", part).observe(timings[part] * 1e-6)
         if self.cache.rank == 0:  # what all ranks answer alike is counted once
             for row in answer.scheduled:
                 self._count(row)
@@ -76,6 +66,7 @@ class RankMetrics:
 
     def _collect(self) -> None:
         registry, cache = self.registry, self.cache
+        self._collect_sums()
         for path, count in cache.controller.bytes_moved().items():
             registry.advance("hicache_transfer_bytes_total", count, path)
         for result, count in dict(cache.prefetcher.counts).items():
@@ -86,26 +77,31 @@ class RankMetrics:
         self._collect_index(cache.index)
         self._collect_storage(self._io)
         if cache.controller.storage_io is not self._io:  # another backend, which counts from zero
-            registry.restart(OF_STORAGE)
+            registry.restart(_OF_STORAGE)
             self._io = cache.controller.storage_io
             self._collect_storage(self._io)
         self._collect_gauges()
 
     def _count(self, row: Scheduled) -> None:
-        registry = self.registry
+        child = self.registry.child
         if not row.ok:
-            registry.add("hicache_schedule_refusals_total", 1)
+            child("hicache_schedule_refusals_total").inc()
             return
-        registry.add("hicache_requests_total", 1)
-        sources = {
-            "l1": row.device_tokens,
-            "l2": row.host_tokens,
-            "l3": row.storage_tokens,
-            "computed": row.computed_tokens,
-        }
-        for source, tokens in sources.items():
-            registry.add("hicache_prompt_tokens_total", tokens, source)
-            registry.observe("hicache_request_tokens", tokens, source)
+        child("hicache_requests_total").inc()
+        child("hicache_request_tokens", "l1").observe(row.device_tokens)
+        child("hicache_request_tokens", "l2").observe(row.host_tokens)
+        child("hicache_request_tokens", "l3").observe(row.storage_tokens)
+        child("hicache_request_tokens", "computed").observe(row.computed_tokens)
+
+    def _collect_sums(self) -> None:
+        """What the histograms of `observe` have added up already."""
+        registry = self.registry
+        for part in TIMED_PARTS:
+            registry.advance("hicache_step_time_seconds_total", registry.total("hicache_step_seconds", part), part)
+        if self.cache.rank == 0:
+            for source in _SOURCES:
+                tokens = registry.total("hicache_request_tokens", source)
+                registry.advance("hicache_prompt_tokens_total", tokens, source)
 
     def _collect_index(self, index: TieredIndex) -> None:
         registry, stats = self.registry, index.stats
@@ -118,11 +114,11 @@ class RankMetrics:
         if io is None:
             return
         registry, counts, pages = self.registry, io.storage.get_stats().as_dict(), dict(io.pages)
-        for result, name in BACKUPS.items():
+        for result, name in _BACKUPS.items():
             registry.advance("hicache_backup_pages_total", pages.get(name, 0), result)
         for worker in io.workers:
             registry.advance("hicache_worker_failures_total", sum(worker.failures.values()), worker.name)
-        for operation, results in OPERATIONS.items():
+        for operation, results in _OPERATIONS.items():
             registry.advance("hicache_storage_calls_total", counts[f"{operation}_calls"], operation)
             for result, name in results.items():
                 registry.advance("hicache_storage_pages_total", counts[name], operation, result)
@@ -136,56 +132,17 @@ class RankMetrics:
         registry, cache = self.registry, self.cache
         for pool, ledger in cache.index.ledger().items():
             for state in ("free", "in_tree", "in_flight"):
-                registry.set("hicache_pool_pages", getattr(ledger, state), TIERS[pool], state)
-        registry.set("hicache_storage_attached", int(cache.controller.storage_io is not None))
-        registry.set("hicache_page_bytes", cache.controller.host_pool.page_bytes)
+                registry.child("hicache_pool_pages", _TIERS[pool], state).set(getattr(ledger, state))
+        registry.child("hicache_storage_attached").set(int(cache.controller.storage_io is not None))
+        registry.child("hicache_page_bytes").set(cache.controller.host_pool.page_bytes)
         requests = list(cache.requests.values())
         running = sum(request.running for request in requests)
-        registry.set("hicache_current_requests", running, "running")
-        registry.set("hicache_current_requests", len(requests) - running, "waiting")
+        registry.child("hicache_current_requests", "running").set(running)
+        registry.child("hicache_current_requests", "waiting").set(len(requests) - running)
         for kind, count in in_flight(cache).items():
-            registry.set("hicache_transfers", count, kind)
-        registry.set("hicache_generation", cache.generation)
+            registry.child("hicache_transfers", kind).set(count)
+        registry.child("hicache_generation").set(cache.generation)
         if self.events is not None:
             status = self.events.status()
             registry.advance("hicache_kv_event_batches_total", status["published"], "published")
             registry.advance("hicache_kv_event_batches_total", status["lost"], "lost")
-
-
-COUNTED = ("stored", "existing", "refused", "evicted", "expired", "corrupt", "asked", "hits")
-"""Counters of a shard, under their own names."""
-
-
-class HealMetrics:
-    """Counts the rebuilds of a service's groups."""
-
-    def __init__(self, service: str) -> None:
-        self.registry = Registry(service=service)
-
-    def observe(self, group: str, seconds: float, *, healed: bool) -> None:
-        """Counts one rebuild, or one that failed."""
-        self.registry.add("hicache_heals_total", 1, group, "healed" if healed else "failed")
-        self.registry.observe("hicache_heal_seconds", seconds, group)
-
-
-class ShardMetrics:
-    """Counts what a storage actor holds and did.
-
-    Args:
-        stats: gives its shard's state now.
-        pool, member: labels of its metrics.
-    """
-
-    def __init__(self, stats: Callable[[], ShardStats], *, pool: str, member: str) -> None:
-        self.registry = Registry(pool=pool, member=member)
-        self._stats = stats
-
-    def collect(self) -> None:
-        """Brings the numbers up to date."""
-        stats, registry = self._stats(), self.registry
-        registry.set("hicache_storage_actor_bytes", stats.used_bytes, "used")
-        registry.set("hicache_storage_actor_bytes", stats.total_bytes, "total")
-        for state, pages in (("stored", stats.pages), ("reserved", stats.reserved), ("leased", stats.leased)):
-            registry.set("hicache_storage_actor_pages", pages, state)
-        for result in COUNTED:
-            registry.advance("hicache_storage_actor_page_results_total", getattr(stats, result), result)

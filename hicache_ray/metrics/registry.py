@@ -1,19 +1,18 @@
-"""Plain counters, gauges and histograms of one process, readable as they are or as Prometheus text."""
+"""The metrics of one object as prometheus_client counts them, readable as plain values or as Prometheus text."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 
 from hicache_ray.metrics.names import METRICS, Kind, Metric
 
-LabelValues = tuple[str, ...]
-"""Values of a metric's labels, in the order in which it declares them."""
 
-
-class Sample(NamedTuple):
+class Sample(TypedDict):
     """One value of a metric.
 
     Attributes:
@@ -25,42 +24,16 @@ class Sample(NamedTuple):
 
     labels: dict[str, str]
     value: float
-    sum: float = 0.0
-    buckets: tuple[int, ...] = ()
+    sum: float
+    buckets: tuple[int, ...]
 
 
-class Histogram:
-    """Observations of one label set. `pending` keeps the single ones while somebody takes them (`keep`)."""
-
-    __slots__ = ("boundaries", "count", "counts", "keep", "pending", "sum")
-
-    def __init__(self, boundaries: Sequence[float], keep: bool) -> None:
-        self.boundaries = boundaries
-        self.counts = [0] * (len(boundaries) + 1)
-        self.count = 0
-        self.sum = 0.0
-        self.keep = keep
-        self.pending: deque[float] = deque()
-
-    def observe(self, value: float) -> None:
-        """Counts one observation."""
-        self.counts[bisect_left(self.boundaries, value)] += 1
-        self.count += 1
-        self.sum += value
-        if self.keep:
-            self.pending.append(value)
-
-    def cumulative(self) -> tuple[int, ...]:
-        """Observations at or below each boundary."""
-        below, total = [], 0
-        for count in self.counts[:-1]:
-            total += count
-            below.append(total)
-        return tuple(below)
+Snapshot: TypeAlias = "dict[str, list[Sample]]"
+"""Samples by metric name: plain values, which travel between actors."""
 
 
 class Registry:
-    """Values of declared metrics. One thread may write each label set; any thread may read.
+    """Values of declared metrics, each made when it is first used. One thread may write each label set; any may read.
 
     Args:
         labels: given to every sample of this registry.
@@ -68,61 +41,64 @@ class Registry:
 
     def __init__(self, **labels: str) -> None:
         self.labels = labels
-        self.keep_observations = False
-        self.values: dict[tuple[str, LabelValues], float] = {}
-        self.histograms: dict[tuple[str, LabelValues], Histogram] = {}
-        self._seen: dict[tuple[str, LabelValues], float] = {}
+        self._registry = CollectorRegistry()
+        self._metrics: dict[str, Any] = {}
+        self._children: dict[tuple[str, ...], Any] = {}
+        self._seen: dict[tuple[str, ...], float] = {}
 
-    def add(self, name: str, amount: float, *labels: str) -> None:
-        """Raises a counter."""
-        key = (name, labels)
-        self.values[key] = self.values.get(key, 0) + amount
+    def child(self, name: str, *labels: str) -> Any:
+        """The prometheus_client counter, gauge or histogram of a metric and the values of its labels."""
+        key = (name, *labels)
+        child = self._children.get(key)
+        if child is None:
+            metric = self._metrics.get(name)
+            if metric is None:
+                metric = self._metrics[name] = _made(METRICS[name], self._registry)
+            child = self._children[key] = metric.labels(*labels) if labels else metric
+        return child
 
     def advance(self, name: str, total: float, *labels: str) -> None:
         """Raises a counter by what a cumulative number elsewhere grew since the last call, or since `restart`."""
-        key = (name, labels)
-        grown = max(0, total - self._seen.get(key, 0))
+        key = (name, *labels)
+        self.child(*key).inc(max(0, total - self._seen.get(key, 0)))
         self._seen[key] = total
-        self.values[key] = self.values.get(key, 0) + grown
 
     def restart(self, names: Iterable[str]) -> None:
         """The cumulative numbers behind these counters have begun again at zero."""
         gone = set(names)
         self._seen = {key: total for key, total in self._seen.items() if key[0] not in gone}
 
-    def set(self, name: str, value: float, *labels: str) -> None:
-        """Sets a gauge."""
-        self.values[name, labels] = value
-
-    def observe(self, name: str, value: float, *labels: str) -> None:
-        """Counts one observation of a histogram."""
-        key = (name, labels)
-        histogram = self.histograms.get(key)
-        if histogram is None:
-            histogram = self.histograms[key] = Histogram(METRICS[name].boundaries, self.keep_observations)
-        histogram.observe(value)
-
     def value(self, name: str, *labels: str) -> float:
         """A counter or gauge; 0 where there is none yet."""
-        return self.values.get((name, labels), 0)
+        values = dict(zip(METRICS[name].labels, labels, strict=True))
+        return self._registry.get_sample_value(name, values) or 0
 
-    def samples(self) -> dict[str, list[Sample]]:
-        """Everything by metric name, in the order of declaration."""
-        found: dict[str, list[Sample]] = {name: [] for name in METRICS}
-        for (name, labels), value in list(self.values.items()):
-            found[name].append(Sample(self._labelled(METRICS[name], labels), value))
-        for (name, labels), histogram in list(self.histograms.items()):
-            found[name].append(
-                Sample(self._labelled(METRICS[name], labels), histogram.count, histogram.sum, histogram.cumulative())
+    def total(self, name: str, *labels: str) -> float:
+        """The sum of a histogram's observations; 0 where there is none yet."""
+        child = self._children.get((name, *labels))
+        families = child.collect() if child is not None else ()
+        return sum(part.value for family in families for part in family.samples if part.name == f"{name}_sum")
+
+    def snapshot(self) -> Snapshot:
+        """Everything that was counted, in the order of declaration."""
+        found = {_name(family): self._samples(family) for family in self._registry.collect()}
+        return {name: found[name] for name in METRICS if found.get(name)}
+
+    def _samples(self, family: Family) -> list[Sample]:
+        samples: dict[tuple[str, ...], Sample] = {}
+        for part in family.samples:
+            own = {name: value for name, value in part.labels.items() if name != "le"}
+            sample = samples.setdefault(
+                tuple(own.values()), Sample(labels={**self.labels, **own}, value=0, sum=0.0, buckets=())
             )
-        return {name: samples for name, samples in found.items() if samples}
-
-    def snapshot(self) -> dict[str, list[dict[str, Any]]]:
-        """As `samples`, as plain values."""
-        return {name: [sample._asdict() for sample in samples] for name, samples in self.samples().items()}
-
-    def _labelled(self, metric: Metric, labels: LabelValues) -> dict[str, str]:
-        return {**self.labels, **dict(zip(metric.labels, labels, strict=True))}
+            what = part.name.removeprefix(family.name)
+            if what == "_bucket" and part.labels["le"] != "+Inf":
+                sample["buckets"] += (int(part.value),)
+            elif what == "_sum":
+                sample["sum"] = part.value
+            elif what in ("", "_total", "_count"):
+                sample["value"] = part.value
+        return list(samples.values())
 
 
 def exposition(snapshots: Iterable[Mapping[str, Sequence[Mapping[str, Any]]]]) -> str:
@@ -131,30 +107,44 @@ def exposition(snapshots: Iterable[Mapping[str, Sequence[Mapping[str, Any]]]]) -
     for snapshot in snapshots:
         for name, samples in snapshot.items():
             together.setdefault(name, []).extend(samples)
-    lines: list[str] = []
-    for name, metric in METRICS.items():
-        if name in together:
-            lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind.value}"]
-            for sample in together[name]:
-                lines += _lines(metric, sample)
-    return "".join(f"{line}\n" for line in lines)
+    return generate_latest(
+        _Families(_family(METRICS[name], together[name]) for name in METRICS if name in together)
+    ).decode()
 
 
-def _lines(metric: Metric, sample: Mapping[str, Any]) -> list[str]:
-    name, labels, value = metric.name, sample["labels"], sample["value"]
-    if metric.kind is not Kind.HISTOGRAM:
-        return [f"{name}{_braced(labels)} {value:.17g}"]
-    bounds = [*(f"{bound:g}" for bound in metric.boundaries), "+Inf"]
-    counts = (*sample["buckets"], value)
-    lines = [
-        f"{name}_bucket{_braced({**labels, 'le': bound})} {count}" for bound, count in zip(bounds, counts, strict=True)
-    ]
-    return [*lines, f"{name}_sum{_braced(labels)} {sample['sum']:.17g}", f"{name}_count{_braced(labels)} {value}"]
+class _Families(Collector):
+    """Families that are known already, in the form in which `generate_latest` takes them."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = tuple(families)
+
+    def collect(self) -> Iterator[Family]:
+        """Them."""
+        return iter(self._families)
 
 
-def _braced(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}" if labels else ""
+def _made(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    if metric.kind is Kind.HISTOGRAM:
+        return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.boundaries)
+    kind = Counter if metric.kind is Kind.COUNTER else Gauge
+    return kind(metric.name, metric.help, metric.labels, registry=registry)
 
 
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _name(family: Family) -> str:
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def _family(metric: Metric, samples: Iterable[Mapping[str, Any]]) -> Family:
+    name = metric.name
+    family = Family(name.removesuffix("_total"), metric.help, metric.kind.value)
+    for sample in samples:
+        labels, value = sample["labels"], sample["value"]
+        if metric.kind is not Kind.HISTOGRAM:
+            family.add_sample(name, labels, value)
+            continue
+        bounds = [*(f"{bound:g}" for bound in metric.boundaries), "+Inf"]
+        for bound, count in zip(bounds, (*sample["buckets"], value), strict=True):
+            family.add_sample(f"{name}_bucket", {**labels, "le": bound}, count)
+        family.add_sample(f"{name}_sum", labels, sample["sum"])
+        family.add_sample(f"{name}_count", labels, value)
+    return family
