@@ -36,7 +36,7 @@ from hicache_ray.actors.errors import GroupError  # noqa: E402
 from hicache_ray.actors.group import GroupOptions, TPGroup  # noqa: E402
 from hicache_ray.config import HiCacheConfig  # noqa: E402
 from hicache_ray.faults.chaos import tell_when_noticed  # noqa: E402
-from hicache_ray.replay.run import ENGINE  # noqa: E402
+from hicache_ray.replay.driver import ENGINE  # noqa: E402
 from hicache_ray.service import Service  # noqa: E402
 from hicache_ray.testing.serving import ask, settle, wait_for  # noqa: E402
 

@@ -89,7 +89,7 @@ def main() -> int:
     """Runs the soak; the exit code."""
     options = _options()
     from hicache_ray.replay.driver import DriveSettings
-    from hicache_ray.replay.run import ray_groups, replay
+    from hicache_ray.replay.run import ray_groups, replay_workload
     from hicache_ray.replay.settings import ReplaySettings, replay_config
     from hicache_ray.replay.workload import load_workload
 
@@ -108,7 +108,7 @@ def main() -> int:
                 memory.take(done)
 
         drive = DriveSettings(page_size=config.page_size)
-        report = replay(workload, groups, drive, mode="ray", described={}, progress=progress)
+        report = replay_workload(workload, groups, drive, mode="ray", described={}, progress=progress)
         memory.take(options.requests)
     wrong = [*report.faults, *memory.grown()]
     document = _document(options, report, memory, wrong)

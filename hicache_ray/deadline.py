@@ -1,7 +1,8 @@
-"""A point in time that all waits of one operation share."""
+"""A point in time that all waits of one operation share, and a wait for a condition."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -30,3 +31,13 @@ class Deadline:
     def at_most(self, seconds: float) -> float:
         """Seconds a single wait may take: what is left, but not more than `seconds`."""
         return min(self.remaining(), seconds)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, pause: float = 0.01) -> bool:
+    """Waits until a condition holds, looking every `pause` seconds; False when it does not within `seconds`."""
+    deadline, idle = Deadline(seconds), threading.Event()
+    while not condition():
+        if deadline.passed:
+            return False
+        idle.wait(pause)
+    return True

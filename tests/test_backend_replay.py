@@ -11,8 +11,7 @@ import pytest
 
 from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.replay.driver import DriveSettings, Measured, drive, settle
-from hicache_ray.replay.run import ENGINE
+from hicache_ray.replay.driver import ENGINE, DriveSettings, Tally, drive, settle
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import Workload, load_workload
 from hicache_ray.testing.subject import StorageSubject, Unsupported
@@ -40,16 +39,16 @@ def config_of(workload: Workload, attention: str, backend: str, extra: dict[str,
     return replay_config(settings, workload, storage_backend=backend)
 
 
-def served(group: LocalGroup, workload: Workload, progress: Callable[[int], None] | None = None) -> Measured:
+def served(group: LocalGroup, workload: Workload, progress: Callable[[int], None] | None = None) -> Tally:
     """All requests through one instance, all its writes ended, its books in balance, no page wrong."""
     measured = drive([group], iter(workload), SETTINGS, progress)
-    settle([group])
+    settle(group)
     group.check_integrity()
-    assert measured.engine["pages_mismatched"] == 0
+    assert measured.wrong == 0
     return measured
 
 
-def in_new_group(config: HiCacheConfig, workload: Workload, progress: Callable[[int], None] | None = None) -> Measured:
+def in_new_group(config: HiCacheConfig, workload: Workload, progress: Callable[[int], None] | None = None) -> Tally:
     """All requests through an instance that starts empty."""
     group = LocalGroup.create(config, engine=ENGINE)
     try:

@@ -134,11 +134,11 @@ def test_a_signal_ends_a_run_without_a_traceback(number: int, code: int) -> None
     script = (
         "import sys, hicache_ray.replay.driver as driver\n"
         "from hicache_ray import cli\n"
-        "step = driver._Instance.advance\n"
+        "step = driver.Driver.advance\n"
         "def advance(self, *given):\n"
         "    print('running', flush=True)\n"
         "    return step(self, *given)\n"
-        "driver._Instance.advance = advance\n"
+        "driver.Driver.advance = advance\n"
         "sys.argv = ['hicache-ray', 'replay', 'chat:sessions=3000', '--local', '--layers', '1']\n"
         "cli.main()\n"
     )

@@ -16,11 +16,12 @@ from click.testing import CliRunner
 
 from hicache_ray.commands.chaos import command, figures, parse_kinds, timeline
 from hicache_ray.faults.chaos import ChaosSettings, run_chaos
-from hicache_ray.faults.client import ChatSource, Outcomes
+from hicache_ray.faults.client import Outcomes, endless_chat
 from hicache_ray.faults.plan import FaultPlan, Identity
 from hicache_ray.faults.report import Audit, ChaosReport
 from hicache_ray.faults.watch import ChaosWatch, FaultRecord, percentile
 from hicache_ray.replay.chat import ChatSpec
+from hicache_ray.replay.driver import RequestSource
 from tests.cluster import shared_cluster
 from tests.conftest import REPOSITORY
 
@@ -32,7 +33,7 @@ def report(**changes: object) -> ChaosReport:
     values: dict[str, object] = {
         "plan": FaultPlan.random([RANK], 10, seed=4),
         "records": [HEALED],
-        "outcomes": [Outcomes(ok=5, again=2, steps=9, verified=40)],
+        "outcomes": [Outcomes(served=5, again=2, steps=9, verified=40)],
         "audit": Audit(served=3),
         "began": 100.0,
         "seconds": 10.0,
@@ -74,7 +75,9 @@ def test_each_thing_that_is_wrong_is_said(changes: dict[str, object], text: str)
 
 
 def test_requests_that_failed_by_a_name_of_ours_are_counted_and_no_fault() -> None:
-    found = report(outcomes=[Outcomes(ok=1, failed=Counter(GroupRestarted=2)), Outcomes(failed=Counter(GroupError=1))])
+    found = report(
+        outcomes=[Outcomes(served=1, failed=Counter(GroupRestarted=2)), Outcomes(failed=Counter(GroupError=1))]
+    )
     assert found.as_dict()["requests_failed"] == {"GroupRestarted": 2, "GroupError": 1} and not found.wrongs
 
 
@@ -94,7 +97,7 @@ def test_a_fault_that_is_heard_of_after_its_group_was_found_broken_was_noticed_t
 
 
 def test_a_source_gives_a_turn_only_after_the_answer_it_builds_on() -> None:
-    source, given = ChatSource(ChatSpec(sessions=3, turns=3), 1), {}
+    source, given = RequestSource(endless_chat(ChatSpec(sessions=3, turns=3), 1)), {}
     open_requests: list[str] = []
     while len(given) < 20:
         request = source.take()
@@ -110,7 +113,7 @@ def test_a_source_gives_a_turn_only_after_the_answer_it_builds_on() -> None:
 
 
 def test_a_source_is_shared_by_threads() -> None:
-    source, taken = ChatSource(ChatSpec(sessions=50, turns=1), 2), []
+    source, taken = RequestSource(endless_chat(ChatSpec(sessions=50, turns=1), 2)), []
 
     def take() -> None:
         for _ in range(100):

@@ -8,7 +8,7 @@ import pytest
 
 from hicache_ray.replay.driver import DriveSettings
 from hicache_ray.replay.report import ReplayReport
-from hicache_ray.replay.run import local_groups, replay
+from hicache_ray.replay.run import local_groups, replay_workload
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import Workload, load_workload
 from hicache_ray.storage.memory import BACKEND
@@ -21,7 +21,7 @@ def run(workload: Workload, **options: object) -> ReplayReport:
     settings = ReplaySettings(**{**SMALL, **options})  # type: ignore[arg-type]
     config = replay_config(settings, workload, storage_backend=BACKEND)
     with local_groups(config, settings) as groups:
-        return replay(
+        return replay_workload(
             workload, groups, DriveSettings(config.page_size), mode="local", described=settings.described(config)
         )
 

@@ -17,7 +17,7 @@ import pytest
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.replay.driver import DriveSettings
 from hicache_ray.replay.report import ReplayReport
-from hicache_ray.replay.run import ray_groups, replay
+from hicache_ray.replay.run import ray_groups, replay_workload
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import Workload, load_workload
 from tests.cluster import shared_cluster
@@ -50,7 +50,7 @@ def run(workload: Workload, kill_at: int | None = None, **options: object) -> Re
                 os.kill(killed[0], signal.SIGKILL)
 
         drive = DriveSettings(config.page_size, concurrency=settings.concurrency)
-        return replay(workload, groups, drive, mode="ray", described={}, progress=progress)
+        return replay_workload(workload, groups, drive, mode="ray", described={}, progress=progress)
 
 
 @pytest.mark.parametrize(("attention", "layout", "tp"), [("mha", "layer_first", 2), ("mla", "page_first", 1)])
@@ -97,11 +97,11 @@ def test_an_interrupted_run_leaves_nothing_behind(short_folder: Path, number: in
     script = (
         "import sys, hicache_ray.replay.driver as driver\n"
         "from hicache_ray import cli\n"
-        "step = driver._Instance.advance\n"
+        "step = driver.Driver.advance\n"
         "def advance(self, *given):\n"
         "    print('running', self.group.name, *self.group.pids, flush=True)\n"
         "    return step(self, *given)\n"
-        "driver._Instance.advance = advance\n"
+        "driver.Driver.advance = advance\n"
         "sys.argv = ['hicache-ray', 'replay', 'chat:sessions=500', '--tp', '2', '--layers', '1']\n"
         "cli.main()\n"
     )

@@ -13,8 +13,8 @@ from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.hashing import Namespace, token_bytes
 from hicache_ray.rank.step import Admit, Finish
+from hicache_ray.replay.driver import ENGINE
 from hicache_ray.replay.engine import SyntheticEngine
-from hicache_ray.replay.run import ENGINE
 from hicache_ray.storage.memory import BACKEND, drop_store, open_store
 
 PAGE = 4

@@ -61,14 +61,16 @@ def run_replay(
         with bad_input(), _bar(console, workload.total) as progress:
             return replay_index(workload, index_settings(settings, workload), progress)
     from hicache_ray.replay.driver import DriveSettings
-    from hicache_ray.replay.run import GROUPS, replay
+    from hicache_ray.replay.run import GROUPS, replay_workload
 
     with _failures(), ExitStack() as stack:
         with console.status(f"starting {settings.instances} x {settings.tp} ranks"), start_failures(mode):
             groups = stack.enter_context(GROUPS[mode](config, settings))
         drive = DriveSettings(page_size=config.page_size, concurrency=settings.concurrency)
         progress = stack.enter_context(_bar(console, workload.total))
-        return replay(workload, groups, drive, mode=mode, described=settings.described(config), progress=progress)
+        return replay_workload(
+            workload, groups, drive, mode=mode, described=settings.described(config), progress=progress
+        )
 
 
 def write_json(path: Path | None, document: Any) -> None:
@@ -91,14 +93,14 @@ def _failures() -> Iterator[None]:
     from hicache_ray.actors.errors import GroupError
     from hicache_ray.pools.memory import PoolMemoryError
     from hicache_ray.rank.request import RequestError
-    from hicache_ray.replay.driver import ReplayStalled
+    from hicache_ray.replay.driver import Stalled
     from hicache_ray.storage.registry import BackendError
 
     try:
         yield
     except (RequestError, PoolMemoryError, BackendError) as error:
         raise BadInput(str(error)) from error
-    except (GroupError, ReplayStalled) as error:
+    except (GroupError, Stalled) as error:
         raise RunFailed(in_one_line(error)) from error
 
 

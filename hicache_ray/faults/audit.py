@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import ray
+from collections.abc import Mapping
 
 from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.faults.client import ChaosClient, ChatSource
+from hicache_ray.deadline import wait_until
+from hicache_ray.faults.client import ChaosClient, endless_chat
 from hicache_ray.faults.report import Audit
 from hicache_ray.replay.chat import ChatSpec
-from hicache_ray.service import Service
+from hicache_ray.replay.driver import RequestSource, Stalled, settle
+from hicache_ray.service import Service, ServiceAudit, audit_service
 
 SETTLE_SECONDS = 60.0
-CALL_SECONDS = 20.0
 AFTERWARDS = ChatSpec(sessions=4, turns=3, system=32, turn=16, answer=16)
 """What is served at the end, when nothing is to fail any more."""
 AFTERWARDS_SECONDS = 5.0
 
 
-def settle_group(group: TPGroup, seconds: float = SETTLE_SECONDS) -> bool:
-    """Steps a group without requests until nothing is in flight on any rank; False when that takes too long."""
-
-    def idle() -> bool:
-        return all(rank["idle"] for rank in group.step().engine)
-
-    return _until(idle, seconds)
-
-
-def audit(service: Service, groups: Mapping[str, TPGroup], seed: int, *, read_pages: bool = True) -> Audit:
-    """Looks at every rank and every storage actor of a service without requests, then serves a little more.
+def audit_at_rest(service: Service, groups: Mapping[str, TPGroup], seed: int, *, read_pages: bool = True) -> Audit:
+    """Counts everything in a service without requests, once it has served a little more.
 
     Args:
         service: with its storage.
@@ -42,78 +29,52 @@ def audit(service: Service, groups: Mapping[str, TPGroup], seed: int, *, read_pa
         read_pages: compare every stored page with its checksum (not after bytes were flipped on purpose: a damaged page
             that nobody has asked for since lies there until somebody does).
     """
-    faults: list[str] = []
-    leaked = divergences = served = 0
+    faults = _settle(groups)
+    served = sum(_serve_more(name, group, seed, faults) for name, group in groups.items())
+    faults += _settle(groups)
+    wait_until(lambda: _held_in_storage(service) == 0, SETTLE_SECONDS)  # what dead clients hold expires after a while
+    found = audit_service(service, list(groups), read_pages=read_pages)
+    return Audit(_leaked(found), _diverged(found), (*faults, *found.faults), served)
+
+
+def _settle(groups: Mapping[str, TPGroup]) -> list[str]:
+    faults = []
     for name, group in groups.items():
         try:
-            if not settle_group(group):
-                faults.append(f"{name}: transfers did not end within {SETTLE_SECONDS:g} s")
-            leaked += _leaked(group)
-            divergences += _diverged(group)
-            group.check_integrity()
-            served += _serve_more(name, group, seed, faults)
-        except (GroupError, AssertionError) as error:
+            settle(group, seconds=SETTLE_SECONDS)
+        except (GroupError, Stalled) as error:
             faults.append(f"{name}: {error}")
-    if service.storage is not None:
-        faults += _storage_faults(service, read_pages)
-        leaked += _held_in_storage(service)
-    return Audit(leaked, divergences, tuple(faults), served)
-
-
-def _leaked(group: TPGroup) -> int:
-    """Pages of L1 and L2 that are neither free nor in the tree."""
-    ledgers = [ledger for rank in group.stats() for ledger in rank["ledger"].values()]
-    return sum(abs(ledger["total"] - ledger["free"] - ledger["in_tree"]) for ledger in ledgers)
-
-
-def _diverged(group: TPGroup) -> int:
-    """1 when the ranks' trees are different."""
-    refs = [actor.__ray_call__.remote(_digest) for actor in group.actors]
-    return int(len(set(ray.get(refs, timeout=CALL_SECONDS))) > 1)
-
-
-def _digest(rank: Any) -> int:
-    """Runs in a rank."""
-    return int(rank.cache.index.tree.digest())
+    return faults
 
 
 def _serve_more(name: str, group: TPGroup, seed: int, faults: list[str]) -> int:
-    source = ChatSource(AFTERWARDS, seed + 1_000_003)
-    client = ChaosClient(
-        name, group, source, concurrency=2, step_limit=SETTLE_SECONDS, stepped=lambda group, began: None
-    )
+    source = RequestSource(endless_chat(AFTERWARDS, seed + 1_000_003))
+    client = ChaosClient(name, group, source, concurrency=2, step_limit=SETTLE_SECONDS)
     client.start()
     client.join(AFTERWARDS_SECONDS)
     client.drain()
     client.join(SETTLE_SECONDS)
     outcomes = client.outcomes
-    if client.is_alive() or outcomes.failed or outcomes.unnamed or outcomes.wrong or not outcomes.ok:
+    if client.is_alive() or outcomes.failed or outcomes.unnamed or outcomes.wrong or not outcomes.served:
         faults.append(f"{name} does not serve as it should after the last fault: {outcomes}")
-    return outcomes.ok
+    return outcomes.served
 
 
-def _storage_faults(service: Service, read_pages: bool) -> list[str]:
-    assert service.storage is not None
-    audits = service.storage.audit(read_pages=read_pages)
-    return [f"storage actor {member}: {text or 'is away'}" for member, text in audits.items() if text != ""]
+def _leaked(found: ServiceAudit) -> int:
+    """Pages of L1 and L2 that are neither free nor in the tree, and slots of L3 that somebody still holds."""
+    pools = [pool for ranks in found.groups.values() for rank in ranks for pool in rank["pages"].values()]
+    return sum(abs(pool["total"] - pool["free"] - pool["in_tree"]) for pool in pools) + sum(
+        member.reserved + member.leased for member in found.storage
+    )
+
+
+def _diverged(found: ServiceAudit) -> int:
+    """Groups whose ranks have different trees."""
+    return sum(len({rank["digest"] for rank in ranks}) > 1 for ranks in found.groups.values())
 
 
 def _held_in_storage(service: Service) -> int:
-    """Slots that are reserved or leased though nobody writes or reads: those of dead clients expire after a while."""
-    storage = service.storage
-    assert storage is not None
-
-    def held() -> int:
-        return sum(stats.reserved + stats.leased for stats in storage.stats().values() if stats is not None)
-
-    _until(lambda: held() == 0, SETTLE_SECONDS)
-    return held()
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        pause.wait(0.02)
-    return True
+    """Slots that are reserved or leased."""
+    if service.storage is None:
+        return 0
+    return sum(stats.reserved + stats.leased for stats in service.storage.stats().values() if stats is not None)

@@ -16,15 +16,15 @@ from typing import Any
 
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.faults.audit import audit
-from hicache_ray.faults.client import ChaosClient, ChatSource
+from hicache_ray.faults.audit import audit_at_rest
+from hicache_ray.faults.client import ChaosClient, endless_chat
 from hicache_ray.faults.kinds import CORRUPT
 from hicache_ray.faults.plan import Action, FaultPlan
 from hicache_ray.faults.report import Audit, ChaosReport
 from hicache_ray.faults.service import ServiceFaults, processes_of
 from hicache_ray.faults.watch import ChaosWatch
 from hicache_ray.replay.chat import ChatSpec
-from hicache_ray.replay.run import ENGINE
+from hicache_ray.replay.driver import ENGINE, RequestSource
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import load_workload
 from hicache_ray.service import RayStart, Service, start
@@ -145,7 +145,7 @@ class _Run:
         self.watch = ChaosWatch(self.faults)
         self.progress = progress
         self._end = threading.Event()
-        source = ChatSource(ChatSpec.parse(settings.chat), settings.seed)
+        source = RequestSource(endless_chat(ChatSpec.parse(settings.chat), settings.seed))
         limit = service.config.step_timeout + settings.heal_limit + HUNG_SECONDS
         self.clients = [
             ChaosClient(
@@ -182,7 +182,7 @@ class _Run:
         for client in hung:
             client.outcomes.hung += 1
         whole = not any(record.kind == CORRUPT for record in self.watch.records)
-        found = Audit() if hung else audit(self.service, self.groups, self.settings.seed, read_pages=whole)
+        found = Audit() if hung else audit_at_rest(self.service, self.groups, self.settings.seed, read_pages=whole)
         return ChaosReport(
             plan=self.faults.plan,
             records=sorted(self.watch.records, key=lambda record: record.at),

@@ -80,7 +80,7 @@ class ChaosReport:
             "settings": self.settings,
             "faults": len(self.records),
             "faults_by_kind": dict(Counter(f"{record.kind} {record.who.role}" for record in self.records)),
-            "requests_ok": self._sum("ok"),
+            "requests_ok": self._sum("served"),
             "requests_failed": dict(self.failed),
             "requests_again": self._sum("again"),
             "requests_ok_at_the_end": self.audit.served,
@@ -95,7 +95,7 @@ class ChaosReport:
             "steps": self._sum("steps"),
             "restarts": self._sum("restarts"),
             "longest_step_s": _rounded(max((outcome.longest_step for outcome in self.outcomes), default=0.0)),
-            "hit_rate": _rounded(self._sum("hit_tokens") / max(1, self._sum("tokens"))),
+            "hit_rate": _rounded(self._hit_rate()),
             "timeline": [self._row(record) for record in self.records],
             "plan": self.plan.as_mapping(),
         }
@@ -147,6 +147,11 @@ class ChaosReport:
             name: {"count": len(heals), "max": _rounded(max(heals)), "p50": _rounded(percentile(heals, 0.5))}
             for name, heals in sorted(found.items())
         }
+
+    def _hit_rate(self) -> float:
+        counts = [outcome.counts for outcome in self.outcomes]
+        tokens = sum(count.tokens for count in counts)
+        return 1 - sum(count.tokens_computed for count in counts) / tokens if tokens else 0.0
 
     def _sum(self, name: str) -> int:
         return sum(getattr(outcome, name) for outcome in self.outcomes)

@@ -1,68 +1,40 @@
-"""Drives groups through a workload, request by request: admit, poll, schedule, finish, one step an iteration.
+"""Serves requests on groups: admit, poll, schedule, finish, one step an iteration.
 
-A group is what has `step`, `stats` and `check_integrity`: `actors.TPGroup` over Ray, `testing.LocalGroup` in process.
+`drive` serves a workload on several groups at once. A `Driver` serves one group, for whoever needs a loop of their own.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hicache_ray.actors.errors import GroupRestarted
+from hicache_ray.deadline import wait_until
 from hicache_ray.hashing import token_bytes
-from hicache_ray.rank.step import Admit, Admitted, Finish, Finished, Polled, Scheduled
-from hicache_ray.replay.report import StepTimes, TokenCounts
+from hicache_ray.rank.step import Admit, Finish, GroupAnswer, Scheduled
+from hicache_ray.replay.report import OnProgress, StepTimes, TokenCounts
 from hicache_ray.replay.requests import ReplayRequest
 
 logger = logging.getLogger("hicache_ray.replay")
 
-LOOK_AHEAD = 64
-"""Requests of one instance that are drawn from the workload before they can be admitted."""
+ENGINE = "hicache_ray.replay.engine:SyntheticEngine"
+"""The engine of a group whose cached pages are to be verified."""
+
+MOST_AHEAD = 64
+"""Most requests of one lane that are drawn before they can be sent."""
 
 IDLE_SECONDS = 0.001
 """Pause after a step in which nothing moved, so that the transfers it waits for get the processor."""
 
-PAGE_COUNTERS = ("pages_verified", "pages_mismatched", "pages_computed")
-"""What every rank's engine counts in each step."""
 
-Progress = Callable[[int], None]
-"""Called with the number of requests finished so far."""
-
-
-class ReplayStalled(RuntimeError):
-    """No request came on for too long; the text names what the instance was waiting for."""
-
-
-class StepResult(Protocol):
-    """What a group answers to a step (`actors.group.GroupAnswer`)."""
-
-    @property
-    def admitted(self) -> tuple[Admitted, ...]:
-        """Answers to the admits."""
-
-    @property
-    def polled(self) -> tuple[Polled, ...]:
-        """Answers to the polls."""
-
-    @property
-    def scheduled(self) -> tuple[Scheduled, ...]:
-        """Answers to the schedules."""
-
-    @property
-    def finished(self) -> tuple[Finished, ...]:
-        """Answers to the finishes."""
-
-    @property
-    def engine(self) -> tuple[dict[str, Any], ...]:
-        """Counters of the ranks' engines, by rank."""
-
-    @property
-    def timings_us(self) -> dict[str, float]:
-        """Microseconds by part of the step."""
+class Stalled(TimeoutError):
+    """No request came on for too long. The text names what the group was waiting for."""
 
 
 class SteppedGroup(Protocol):
@@ -79,14 +51,71 @@ class SteppedGroup(Protocol):
         admits: Sequence[Admit] = (),
         polls: Sequence[str] = (),
         schedules: Sequence[str] = (),
-    ) -> StepResult:
+    ) -> GroupAnswer:
         """One scheduling iteration on all ranks."""
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters by rank."""
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a rank's tree, allocators or ledger don't add up."""
+    def audit(self) -> list[dict[str, Any]]:
+        """Audit of every rank, by rank."""
+
+
+class RequestSource:
+    """Requests in order of arrival, dealt out in turn to lanes. Thread-safe.
+
+    Args:
+        requests: may be endless. A request that builds on another's answer is given out when that one has ended.
+        lanes: every lane gets every so-manieth request. Drivers may share a lane.
+        ahead: requests of a lane that are looked at for one that can be given out.
+    """
+
+    def __init__(self, requests: Iterable[ReplayRequest], lanes: int = 1, ahead: int = MOST_AHEAD) -> None:
+        self._requests = iter(requests)
+        self._ahead = ahead
+        self._lanes: list[deque[ReplayRequest]] = [deque() for _ in range(lanes)]
+        self._drawn = 0
+        self._exhausted = False
+        self._ended: set[str] = set()
+        self._lock = threading.Lock()
+
+    def take(self, lane: int = 0) -> ReplayRequest | None:
+        """The lane's next request that can be sent now; None when there is none now."""
+        with self._lock:
+            waiting = self._lanes[lane]
+            while len(waiting) < self._ahead and self._draw():
+                pass
+            for place, request in enumerate(waiting):
+                if request.after is None or request.after in self._ended:
+                    del waiting[place]
+                    return request
+            return None
+
+    def end(self, rid: str) -> None:
+        """A request has ended, one way or the other: those that build on it may be sent."""
+        with self._lock:
+            self._ended.add(rid)
+
+    def empty(self, lane: int = 0) -> bool:
+        """Whether the lane will never get another request."""
+        with self._lock:
+            return self._exhausted and not self._lanes[lane]
+
+    def waiting(self, lane: int = 0) -> int:
+        """Requests of the lane that were drawn and not given out."""
+        return len(self._lanes[lane])
+
+    def _draw(self) -> bool:
+        """Deals one more request; False when there is none, or when a lane holds as many as it may."""
+        if self._exhausted or max(map(len, self._lanes)) >= MOST_AHEAD:
+            return False
+        request = next(self._requests, None)
+        if request is None:
+            self._exhausted = True
+            return False
+        self._lanes[self._drawn % len(self._lanes)].append(request)
+        self._drawn += 1
+        return True
 
 
 @dataclass(frozen=True)
@@ -95,39 +124,54 @@ class DriveSettings:
 
     Attributes:
         page_size: tokens a page, for counting blocks.
-        concurrency: most requests of an instance that run in one step; as many more wait for L3 meanwhile.
-        stall_seconds: how long an instance may go without any request coming on.
+        concurrency: most requests of a group that run in one step.
+        in_flight: most requests of a group that go on after a step; None: twice as many, half of them waiting for L3.
+        attempts: how often a request is sent, should its group be rebuilt meanwhile; None: until it is served.
+        stall_seconds: how long a group may go without any of its requests coming on.
     """
 
-    page_size: int
+    page_size: int = 1
     concurrency: int = 4
-    stall_seconds: float = 60.0
+    in_flight: int | None = None
+    attempts: int | None = None
+    stall_seconds: float = math.inf
 
 
 @dataclass
-class Measured:
-    """What the steps of a run added up to."""
+class Tally:
+    """What the steps of a run added up to.
 
-    counts: TokenCounts = field(default_factory=TokenCounts)
-    times: StepTimes = field(default_factory=StepTimes)
-    engine: dict[str, int] = field(default_factory=dict)
-    digest_checks: int = 0
+    Attributes:
+        served: requests served to their end.
+        failed: requests given up, by the name of the error.
+        again: times that a request was sent again.
+        steps, restarts: steps answered; steps that ended in a rebuilt or broken group.
+        counts: where the tokens of scheduled prompts came from.
+        times: of the answered steps.
+        verified, wrong: cached pages compared with what they must hold, and those that were different.
+    """
+
+    served: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    again: int = 0
     steps: int = 0
     restarts: int = 0
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    times: StepTimes = field(default_factory=StepTimes)
+    verified: int = 0
+    wrong: int = 0
 
-    def add(self, answer: StepResult, requests: Mapping[str, ReplayRequest], ranks: int, page_size: int) -> None:
-        """Notes one step's answer."""
+    def add_step(self, answer: GroupAnswer) -> None:
+        """Notes an answered step; its requests are noted by who knows them."""
         self.steps += 1
-        self.digest_checks += ranks > 1
+        self.served += len(answer.finished)
         self.times.add(answer.timings_us)
         for counters in answer.engine:
-            for name in PAGE_COUNTERS:
-                self.engine[name] = self.engine.get(name, 0) + counters[name]
-        for row in answer.scheduled:
-            if row.ok:
-                self._add_scheduled(row, len(requests[row.rid].prompt), page_size)
+            self.verified += counters.get("pages_verified", 0)
+            self.wrong += counters.get("pages_mismatched", 0)
 
-    def _add_scheduled(self, row: Scheduled, tokens: int, page_size: int) -> None:
+    def add_scheduled(self, row: Scheduled, tokens: int, page_size: int) -> None:
+        """Notes a prompt of so many tokens that was scheduled."""
         counts = self.counts
         counts.requests += 1
         counts.blocks += -(-tokens // page_size)
@@ -139,153 +183,192 @@ class Measured:
         counts.tokens_computed += row.computed_tokens
 
 
-class _Instance:
-    """One group and its requests: waiting (admitted), ready (may be scheduled), running (finish in the next step)."""
+@dataclass
+class _Sent:
+    request: ReplayRequest
+    attempts: int = 0
 
-    def __init__(self, group: SteppedGroup, settings: DriveSettings) -> None:
+
+class Driver:
+    """Serves the requests of one lane on one group, which nobody else steps with requests of the same names.
+
+    A request waits (for L3), then is ready (waits for room in L1), then runs (and finishes in the next step).
+
+    Args:
+        group: stepped by this driver.
+        source: where requests come from.
+        settings: how they are sent.
+        lane: of the source.
+        tally: what is added to; several drivers of one thread may share it.
+        answered: told each step's answer first; what it raises, `advance` raises.
+
+    Attributes:
+        gave_up: the error by which the last request was lost that is not sent again.
+    """
+
+    def __init__(
+        self,
+        group: SteppedGroup,
+        source: RequestSource,
+        settings: DriveSettings,
+        *,
+        lane: int = 0,
+        tally: Tally | None = None,
+        answered: Callable[[GroupAnswer], None] | None = None,
+    ) -> None:
         self.group = group
+        self.source = source
         self.settings = settings
-        self.queue: deque[ReplayRequest] = deque()
-        self.requests: dict[str, ReplayRequest] = {}
-        self.waiting: list[str] = []
-        self.ready: list[str] = []
-        self.running: list[str] = []
-        self.blocked = False
-        self.moved_at = time.monotonic()
+        self.lane = lane
+        self.tally = Tally() if tally is None else tally
+        self._in_flight = 2 * settings.concurrency if settings.in_flight is None else settings.in_flight
+        self.gave_up: Exception | None = None
+        self._answered = answered
+        self._draining = False
+        self._again: deque[_Sent] = deque()
+        self._sent: dict[str, _Sent] = {}
+        self._waiting: list[str] = []
+        self._ready: list[str] = []
+        self._running: list[str] = []
+        self._blocked = False
+        self._moved_at = time.monotonic()
+
+    @property
+    def unended(self) -> int:
+        """Requests sent that have not ended."""
+        return len(self._sent) + len(self._again)
 
     @property
     def busy(self) -> bool:
         """Whether it has any request left."""
-        return bool(self.queue or self.requests)
+        return bool(self.unended) or not (self._draining or self.source.empty(self.lane))
 
-    def advance(self, done: set[str], measured: Measured) -> bool:
-        """One step; whether any request came on. `done` gains the requests that finished."""
-        finishes = [self._finish(rid) for rid in self.running]
-        admits = list(self._admissible(done))
+    def drain(self) -> None:
+        """Take no more requests; those that were sent go on. May be called from another thread."""
+        self._draining = True
+
+    def advance(self) -> bool:
+        """One step; whether any request came on.
+
+        Raises:
+            Stalled: none has for `settings.stall_seconds`.
+            Exception: what a step raises, GroupRestarted apart. `send_again` makes the driver fit to go on.
+        """
+        finishes = [_finish(self._sent[rid].request) for rid in self._running]
+        admits = self._arrivals()
         # While the first in line finds no room nobody overtakes it: what runs ends, and then it fits.
-        schedules = self.ready[: 1 if self.blocked else self.settings.concurrency]
+        schedules = self._ready[: 1 if self._blocked else self.settings.concurrency]
+        polls = self._waiting[: self.settings.concurrency]
         try:
-            answer = self.group.step(
-                finishes=finishes,
-                admits=[_admit(request) for request in admits],
-                polls=self.waiting[: self.settings.concurrency],
-                schedules=schedules,
-            )
+            answer = self.group.step(finishes=finishes, admits=admits, polls=polls, schedules=schedules)
         except GroupRestarted as restarted:
-            self._send_again(restarted)
-            measured.restarts += 1
+            self.send_again(restarted)
             return True
-        measured.add(answer, self.requests, self.group.size, self.settings.page_size)
-        self._take_finished(answer, done)
-        self._take_scheduled(answer)
-        ready = [row.rid for row in answer.polled if row.ready]
-        self.waiting = [rid for rid in self.waiting if rid not in ready] + [request.rid for request in admits]
-        self.ready += ready
-        moved = bool(finishes or admits or ready or self.running)
+        if self._answered is not None:
+            self._answered(answer)
+        self.tally.add_step(answer)
+        for finished in answer.finished:
+            self.source.end(finished.rid)
+            del self._sent[finished.rid]
+        self._take_scheduled(answer.scheduled)
+        came = [row.rid for row in answer.polled if row.ready]
+        self._ready += came
+        self._waiting = [rid for rid in self._waiting if rid not in came] + [admit.rid for admit in admits]
+        moved = bool(finishes or admits or came or self._running)
         self._watch(moved)
         return moved
 
-    def _finish(self, rid: str) -> Finish:
-        # The KV of an answer's last token is never computed: nothing was generated after it.
-        return Finish(rid, token_bytes(self.requests[rid].output[:-1]))
+    def send_again(self, error: Exception) -> None:
+        """The group has lost what was in flight: it is sent again, or given up after `settings.attempts`."""
+        self.tally.restarts += 1
+        again = []
+        for sent in self._sent.values():
+            if self.settings.attempts is not None and sent.attempts >= self.settings.attempts:
+                self.tally.failed[type(error).__name__] += 1
+                self.source.end(sent.request.rid)
+                self.gave_up = error
+            else:
+                again.append(sent)
+        level = logging.WARNING if self.settings.attempts is None else logging.INFO  # who counts attempts expects it
+        logger.log(level, "%d requests are sent again: %s", len(again), error)
+        self.tally.again += len(again)
+        self._again.extendleft(reversed(again))
+        self._sent.clear()
+        self._waiting, self._ready, self._running, self._blocked = [], [], [], False
+        self._moved_at = time.monotonic()
 
-    def _admissible(self, done: set[str]) -> Iterator[ReplayRequest]:
-        """Takes from the queue what may enter now: there is a place, and the answer it builds on has been given."""
-        places = 2 * self.settings.concurrency - len(self.requests) + len(self.running)
-        later: list[ReplayRequest] = []
-        while places > 0 and self.queue:
-            request = self.queue.popleft()
-            if request.after is not None and request.after not in done:
-                later.append(request)
-                continue
-            places -= 1
-            self.requests[request.rid] = request
-            yield request
-        self.queue.extendleft(reversed(later))
+    def _arrivals(self) -> list[Admit]:
+        """Those that enter in this step, while there are places: those that run leave in it."""
+        admits = []
+        while len(self._sent) - len(self._running) < self._in_flight and (sent := self._next()) is not None:
+            sent.attempts += 1
+            self._sent[sent.request.rid] = sent
+            admits.append(_admit(sent.request))
+        return admits
 
-    def _take_finished(self, answer: StepResult, done: set[str]) -> None:
-        for row in answer.finished:
-            done.add(row.rid)
-            del self.requests[row.rid]
+    def _next(self) -> _Sent | None:
+        if self._again:
+            return self._again.popleft()
+        request = None if self._draining else self.source.take(self.lane)
+        return None if request is None else _Sent(request)
 
-    def _take_scheduled(self, answer: StepResult) -> None:
-        self.running = [row.rid for row in answer.scheduled if row.ok]
-        self.blocked = any(not row.ok for row in answer.scheduled)
-        self.ready = [rid for rid in self.ready if rid not in self.running]
-
-    def _send_again(self, restarted: GroupRestarted) -> None:
-        """Puts the requests that were in flight when a rank died back to the head of the queue."""
-        logger.warning("%d requests are sent again: %s", len(self.requests), restarted)
-        self.queue.extendleft(reversed(self.requests.values()))
-        self.requests.clear()
-        self.waiting, self.ready, self.running, self.blocked = [], [], [], False
-        self.moved_at = time.monotonic()
+    def _take_scheduled(self, rows: Sequence[Scheduled]) -> None:
+        for row in rows:
+            if row.ok:
+                self.tally.add_scheduled(row, len(self._sent[row.rid].request.prompt), self.settings.page_size)
+        self._running = [row.rid for row in rows if row.ok]
+        self._blocked = any(not row.ok for row in rows)
+        self._ready = [rid for rid in self._ready if rid not in self._running]
 
     def _watch(self, moved: bool) -> None:
         now = time.monotonic()
-        if moved:
-            self.moved_at = now
-        elif self.busy and now - self.moved_at > self.settings.stall_seconds:
-            raise ReplayStalled(
-                f"no request came on for {self.settings.stall_seconds:g} s: {len(self.waiting)} wait for L3, "
-                f"{len(self.ready)} for room in L1, {len(self.queue)} for others to end"
+        if moved or not self.busy:
+            self._moved_at = now
+        elif now - self._moved_at > self.settings.stall_seconds:
+            raise Stalled(
+                f"no request came on for {self.settings.stall_seconds:g} s: {len(self._waiting)} wait for L3, "
+                f"{len(self._ready)} for room in L1, {self.source.waiting(self.lane)} for others to end"
             )
 
 
 def drive(
     groups: Sequence[SteppedGroup],
-    requests: Iterator[ReplayRequest],
+    requests: Iterable[ReplayRequest],
     settings: DriveSettings,
-    progress: Progress | None = None,
-) -> Measured:
+    progress: OnProgress | None = None,
+) -> Tally:
     """Sends every request to one of the groups, round robin, until all have finished.
 
     Raises:
-        ReplayStalled: nothing came on for `settings.stall_seconds`.
+        Stalled: nothing came on for `settings.stall_seconds`.
         RequestError: a request can never run on its group.
     """
-    instances = [_Instance(group, settings) for group in groups]
-    measured, done = Measured(), set[str]()
-    source = enumerate(requests)
-    exhausted = False
-    while not exhausted or any(instance.busy for instance in instances):
-        exhausted = exhausted or _deal(source, instances)
+    source = RequestSource(requests, lanes=len(groups), ahead=settings.concurrency)
+    tally = Tally()
+    drivers = [Driver(group, source, settings, lane=lane, tally=tally) for lane, group in enumerate(groups)]
+    while any(driver.busy for driver in drivers):
         # One with nothing to do is stepped too: its last writes still have to reach L3, where the others find them.
-        moved = [instance.advance(done, measured) for instance in instances]
+        moved = [driver.advance() for driver in drivers]
         if progress is not None:
-            progress(len(done))
+            progress(tally.served)
         if not any(moved):
             time.sleep(IDLE_SECONDS)
-    return measured
+    return tally
 
 
-def settle(groups: Sequence[SteppedGroup], timeout: float = 60.0) -> None:
+def settle(*groups: SteppedGroup, seconds: float = 60.0) -> None:
     """Steps groups without requests until their engines say that no rank has a transfer in flight.
 
     Raises:
-        ReplayStalled: `timeout` seconds were not enough.
+        Stalled: so many seconds were not enough for one of them.
     """
-    deadline = time.monotonic() + timeout
     for group in groups:
-        while True:
-            if all(rank["idle"] for rank in group.step().engine):
-                break
-            if time.monotonic() > deadline:
-                raise ReplayStalled(f"transfers did not end within {timeout:g} s after the last request")
-            time.sleep(10 * IDLE_SECONDS)
+        if not wait_until(lambda group=group: _is_idle(group), seconds):  # type: ignore[misc]
+            raise Stalled(f"transfers did not end within {seconds:g} s after the last request")
 
 
-def _deal(source: Iterator[tuple[int, ReplayRequest]], instances: Sequence[_Instance]) -> bool:
-    """Gives requests out in order until every instance has enough to look at; True when there are no more."""
-    while any(len(instance.queue) < instance.settings.concurrency for instance in instances):
-        if any(len(instance.queue) >= LOOK_AHEAD for instance in instances):
-            return False
-        item = next(source, None)
-        if item is None:
-            return True
-        number, request = item
-        instances[number % len(instances)].queue.append(request)
-    return False
+def _is_idle(group: SteppedGroup) -> bool:
+    return all(rank["idle"] for rank in group.step().engine)
 
 
 def _admit(request: ReplayRequest) -> Admit:
@@ -296,3 +379,8 @@ def _admit(request: ReplayRequest) -> Admit:
         priority=request.priority,
         max_new_tokens=max(0, len(request.output) - 1),
     )
+
+
+def _finish(request: ReplayRequest) -> Finish:
+    # The KV of an answer's last token is never computed: nothing was generated after it.
+    return Finish(request.rid, token_bytes(request.output[:-1]))

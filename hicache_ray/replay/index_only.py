@@ -6,17 +6,14 @@ One block of a trace is one page, so whole traces take seconds. Transfers end at
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.radix.key import Key
-from hicache_ray.replay.report import POOL_NAMES, ReplayReport, TokenCounts, add_up
+from hicache_ray.replay.report import POOL_NAMES, OnProgress, ReplayReport, TokenCounts, add_up, evictions_of
 from hicache_ray.replay.workload import Workload
-
-Progress = Callable[[int], None]
-"""Called with the number of requests done so far."""
 
 
 class IndexReplayError(ValueError):
@@ -51,7 +48,7 @@ class _Lookup(NamedTuple):
     tokens: int
 
 
-def replay_index(workload: Workload, settings: IndexSettings, progress: Progress | None = None) -> ReplayReport:
+def replay_index(workload: Workload, settings: IndexSettings, progress: OnProgress | None = None) -> ReplayReport:
     """Runs every request of the workload: look up, load back, make room, insert.
 
     Raises:
@@ -75,15 +72,6 @@ def replay_index(workload: Workload, settings: IndexSettings, progress: Progress
         ledger=_ledger(indexes),
         evictions=add_up(evictions_of(asdict(index.stats)) for index in indexes),
     )
-
-
-def evictions_of(stats: dict[str, Any]) -> dict[str, int]:
-    """The eviction counters among an index's counters, in pages by kind."""
-    return {
-        "l1_evicted": stats["evicted_device_pages"],
-        "l2_evicted": stats["evicted_host_pages"],
-        "l1_dropped": stats["dropped_pages"],
-    }
 
 
 def _index(workload: Workload, settings: IndexSettings, l1_pages: int) -> TieredIndex:

@@ -8,7 +8,7 @@ A replay's report as tables for people, and as one sentence a tier.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+
+OnProgress = Callable[[int], None]
+"""Told the number of requests served so far."""
 
 POOL_NAMES = {"device": "l1", "host": "l2"}
 """Names of the ranks' pools in reports."""
@@ -166,6 +169,15 @@ def add_up(parts: Iterable[Mapping[str, float]]) -> dict[str, Any]:
         for name, count in part.items():
             total[name] = total.get(name, 0) + count
     return total
+
+
+def evictions_of(stats: Mapping[str, int]) -> dict[str, int]:
+    """The eviction counters among an index's counters, in pages by kind."""
+    return {
+        "l1_evicted": stats["evicted_device_pages"],
+        "l2_evicted": stats["evicted_host_pages"],
+        "l1_dropped": stats["dropped_pages"],
+    }
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -1,7 +1,4 @@
-"""The groups a replay runs on, up within a context and gone after it.
-
-One replay on groups that are up: drive, settle, audit, report.
-"""
+"""A replay on groups: the groups come up and go within a context; drive, settle, audit, report."""
 
 from __future__ import annotations
 
@@ -13,24 +10,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 from hicache_ray.config import ConfigError, HiCacheConfig
-from hicache_ray.replay.driver import DriveSettings, Measured, Progress, SteppedGroup, drive, settle
-from hicache_ray.replay.index_only import evictions_of
-from hicache_ray.replay.report import POOL_NAMES, ReplayReport, add_up
+from hicache_ray.replay.driver import ENGINE, DriveSettings, SteppedGroup, drive, settle
+from hicache_ray.replay.report import POOL_NAMES, OnProgress, ReplayReport, add_up, evictions_of
 from hicache_ray.replay.settings import ReplaySettings
 from hicache_ray.replay.workload import Workload
 from hicache_ray.storage.memory import BACKEND as MEMORY_BACKEND
 from hicache_ray.storage.memory import drop_store
+from hicache_ray.storage.shard.arena import SHARED_MEMORY
 
 BACKENDS = {"local": MEMORY_BACKEND, "ray": "ray"}
 """L3 backend of each mode."""
-
-
-SHARED_MEMORY = Path("/dev/shm")
-"""Where storage actors keep their arenas."""
 
 
 def check_memory(config: HiCacheConfig, settings: ReplaySettings) -> None:
@@ -118,18 +110,14 @@ GROUPS: Mapping[str, Callable[[HiCacheConfig, ReplaySettings], AbstractContextMa
 """How each mode gets its groups."""
 
 
-ENGINE = "hicache_ray.replay.engine:SyntheticEngine"
-"""The engine a replay needs its groups to run."""
-
-
-def replay(
+def replay_workload(
     workload: Workload,
     groups: Sequence[SteppedGroup],
     settings: DriveSettings,
     *,
     mode: str,
     described: Mapping[str, Any],
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> ReplayReport:
     """Replays a workload on groups that run `ENGINE`, one group an instance.
 
@@ -142,58 +130,43 @@ def replay(
         progress: told the number of finished requests.
 
     Raises:
-        ReplayStalled: requests or transfers did not end in time.
+        Stalled: requests or transfers did not end in time.
         RequestError: a request can never run.
     """
     began = time.perf_counter()
-    measured = drive(groups, iter(workload), settings, progress)
+    tally = drive(groups, workload, settings, progress)
     seconds = time.perf_counter() - began
-    settle(groups)
-    return report(workload, groups, measured, mode=mode, described=described, seconds=seconds)
-
-
-def report(
-    workload: Workload,
-    groups: Sequence[SteppedGroup],
-    measured: Measured,
-    *,
-    mode: str,
-    described: Mapping[str, Any],
-    seconds: float,
-) -> ReplayReport:
-    """The report of a run whose transfers have ended, from its steps and the ranks' own counters."""
+    settle(*groups)
     stats = [group.stats() for group in groups]
-    ranks = [rank for group in stats for rank in group]
+    audits = [group.audit() for group in groups]
     return ReplayReport(
         workload=workload.name,
         mode=mode,
         settings=dict(described),
-        counts=measured.counts,
+        counts=tally.counts,
         seconds=seconds,
-        pages_verified=measured.engine.get("pages_verified", 0),
-        pages_mismatched=measured.engine.get("pages_mismatched", 0),
-        bytes=add_up(rank["bytes"] for rank in ranks),
-        step_us=measured.times.percentiles(),
-        ledger={name: add_up(rank["ledger"][pool] for rank in ranks) for pool, name in POOL_NAMES.items()},
-        unbalanced=tuple(_audit(groups, stats)),
-        digest_checks=measured.digest_checks,
-        restarts=measured.restarts,
-        evictions=add_up(evictions_of(group[0]["index"]) for group in stats),
-        storage=add_up(rank["storage"] for rank in ranks),
+        pages_verified=tally.verified,
+        pages_mismatched=tally.wrong,
+        bytes=add_up(rank["bytes"] for ranks in stats for rank in ranks),
+        step_us=tally.times.percentiles(),
+        ledger={
+            name: add_up(rank["pages"][pool] for ranks in audits for rank in ranks) for pool, name in POOL_NAMES.items()
+        },
+        unbalanced=tuple(_faults(audits)),
+        digest_checks=tally.steps if groups[0].size > 1 else 0,
+        restarts=tally.restarts,
+        evictions=add_up(evictions_of(ranks[0]["index"]) for ranks in stats),
+        storage=add_up(rank["storage"] for ranks in stats for rank in ranks),
     )
 
 
-def _audit(groups: Sequence[SteppedGroup], stats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+def _faults(audits: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[str]:
     """A sentence for each thing that does not add up now that nothing is in flight."""
-    found = []
-    for instance, (group, ranks) in enumerate(zip(groups, stats, strict=True)):
-        for rank, row in enumerate(ranks):
+    for instance, ranks in enumerate(audits):
+        for rank in ranks:
+            where = f"instance {instance}, rank {rank['rank']}"
+            yield from (f"{where}: {fault}" for fault in rank["faults"])
             for pool, name in POOL_NAMES.items():
-                ledger = row["ledger"][pool]
-                if ledger["free"] + ledger["in_tree"] != ledger["total"]:
-                    found.append(f"instance {instance}, rank {rank}: pages of {name} are missing: {ledger}")
-        try:
-            group.check_integrity()
-        except AssertionError as error:
-            found.append(f"instance {instance}: {error}")
-    return found
+                pages = rank["pages"][pool]
+                if pages["free"] + pages["in_tree"] != pages["total"]:
+                    yield f"{where}: pages of {name} are missing: {pages}"
