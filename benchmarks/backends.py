@@ -33,9 +33,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peer_store import PAGE_SIZE, BufferPool, page_slots  # noqa: E402
+from benchmarks.peer_store import PAGE_SIZE, BufferPool  # noqa: E402
 from hicache_ray.hashing import ModelIdentity  # noqa: E402
-from hicache_ray.storage.base import HiCacheStorage, StorageConfig  # noqa: E402
+from hicache_ray.storage.base import Storage, StorageConfig  # noqa: E402
 from hicache_ray.storage.registry import create_backend  # noqa: E402
 
 IDENTITY = ModelIdentity("benchmark", layout="page_first", page_size=PAGE_SIZE)
@@ -109,25 +109,25 @@ class Operation(NamedTuple):
     moved: bool = True
 
 
-def page_names(count: int, number: int) -> list[str]:
+def page_names(count: int, number: int) -> list[bytes]:
     """Page hashes of a round."""
-    return [hashlib.sha256(f"{number} {page}".encode()).hexdigest() for page in range(count)]
+    return [hashlib.sha256(f"{number} {page}".encode()).digest() for page in range(count)]
 
 
-def operations_of(name: str, storage: HiCacheStorage, pages: int) -> list[Operation]:
+def operations_of(name: str, storage: Storage, pages: int) -> list[Operation]:
     """Put, exists and get, each checked."""
-    source, target = page_slots(0, pages), page_slots(pages, pages)
+    source, target = np.arange(pages), np.arange(pages, 2 * pages)
 
     def put(number: int) -> None:
-        if storage.batch_set_v1(page_names(pages, number), source) != [True] * pages:
+        if storage.store(page_names(pages, number), source) != pages:
             raise RuntimeError(f"{name} did not store all pages: {storage.get_stats()}")
 
     def exists(number: int) -> None:
-        if storage.batch_exists(page_names(pages, number)) != pages:
+        if storage.lookup(page_names(pages, number)) != pages:
             raise RuntimeError(f"{name} does not find all pages: {storage.get_stats()}")
 
     def get(number: int) -> None:
-        if storage.batch_get_v1(page_names(pages, number), target) != [True] * pages:
+        if storage.load(page_names(pages, number), target) != pages:
             raise RuntimeError(f"{name} did not give all pages: {storage.get_stats()}")
 
     return [Operation(name, "put", put), Operation(name, "exists", exists, moved=False), Operation(name, "get", get)]
@@ -157,7 +157,7 @@ def measure(stores: Sequence[Store], kib: int, rounds: int, pages: int, folder: 
     backends = [create_backend(store.backend, StorageConfig(IDENTITY, store.options, 120.0)) for store in stores]
     operations = baselines(pool, folder)
     for store, backend in zip(stores, backends, strict=True):
-        backend.register_mem_pool_host(pool)
+        backend.register_host_pool(pool)
         operations += operations_of(store.name, backend, pages)
     seconds: list[list[float]] = [[] for _ in operations]
     for number in range(WARM_UP + rounds):

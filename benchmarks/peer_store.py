@@ -33,9 +33,9 @@ class BufferPool:
         return pointers, [size] * len(pointers)
 
 
-def page_slots(first: int, count: int) -> npt.NDArray[np.int64]:
-    """Token slots of `count` pages from page `first` on."""
-    return np.arange(first * PAGE_SIZE, (first + count) * PAGE_SIZE)
+def hashes_of(keys: Sequence[str]) -> list[bytes]:
+    """The page hashes of SGLang's keys."""
+    return [bytes.fromhex(key) for key in keys]
 
 
 class PoolStore:
@@ -66,16 +66,17 @@ class PoolStore:
         self._host = BufferPool(2 * pages, page_bytes)
         self._source, self._target = self._host.segments[:pages], self._host.segments[pages:]
         self._source[:] = np.random.default_rng(1).integers(0, 256, self._source.shape, dtype=np.uint8)
-        self._storage.register_mem_pool_host(self._host)
+        self._storage.register_host_pool(self._host)
 
     def put(self, keys: Sequence[str], first: int) -> bool:
-        return all(self._storage.batch_set_v1(keys, page_slots(first, len(keys))))
+        return self._storage.store(hashes_of(keys), np.arange(first, first + len(keys))) == len(keys)
 
     def exists(self, keys: Sequence[str], first: int) -> bool:
-        return self._storage.batch_exists(keys) == len(keys)
+        return self._storage.lookup(hashes_of(keys)) == len(keys)
 
     def get(self, keys: Sequence[str], first: int) -> bool:
-        return all(self._storage.batch_get_v1(keys, page_slots(self._pages + first, len(keys))))
+        target = np.arange(self._pages + first, self._pages + first + len(keys))
+        return self._storage.load(hashes_of(keys), target) == len(keys)
 
     def verify(self) -> bool:
         return np.array_equal(self._source, self._target)

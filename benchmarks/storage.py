@@ -29,10 +29,10 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peer_store import PAGE_SIZE, BufferPool, page_slots  # noqa: E402
+from benchmarks.peer_store import PAGE_SIZE, BufferPool  # noqa: E402
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig  # noqa: E402
 from hicache_ray.hashing import ModelIdentity  # noqa: E402
-from hicache_ray.storage.base import HiCacheStorage, StorageConfig  # noqa: E402
+from hicache_ray.storage.base import Storage, StorageConfig  # noqa: E402
 from hicache_ray.storage.registry import create_backend  # noqa: E402
 
 WARM_UP = 2
@@ -66,7 +66,7 @@ def measure(pool: StoragePool, kib: int, options: argparse.Namespace) -> list[Re
     flat = np.array(half[0]).reshape(-1), np.array(half[1]).reshape(-1)
     extra = pool.handle.options(transport=options.transport, copy_threads=options.copy_threads)
     storage = create_backend("ray", StorageConfig(ModelIdentity(model="bench"), extra, 30.0))
-    storage.register_mem_pool_host(host)
+    storage.register_host_pool(host)
     samples: dict[str, list[float]] = {"memcpy": [], "put": [], "exists": [], "get": []}
     for number in range(options.rounds + WARM_UP):
         floor = timed(lambda: np.copyto(flat[1], flat[0]))
@@ -81,13 +81,13 @@ def measure(pool: StoragePool, kib: int, options: argparse.Namespace) -> list[Re
     return [result(kib, name, samples[name], samples["memcpy"], total) for name in samples]
 
 
-def one_round(storage: HiCacheStorage, number: int, pages: int) -> dict[str, float]:
+def one_round(storage: Storage, number: int, pages: int) -> dict[str, float]:
     """Seconds of each operation on keys that are new."""
-    hashes = [hashlib.sha256(b"%d %d" % (number, page)).hexdigest() for page in range(pages)]
+    hashes = [hashlib.sha256(b"%d %d" % (number, page)).digest() for page in range(pages)]
     return {
-        "put": timed(lambda: expect(all(storage.batch_set_v1(hashes, page_slots(0, pages))))),
-        "exists": timed(lambda: expect(storage.batch_exists(hashes) == pages)),
-        "get": timed(lambda: expect(all(storage.batch_get_v1(hashes, page_slots(pages, pages))))),
+        "put": timed(lambda: expect(storage.store(hashes, np.arange(pages)) == pages)),
+        "exists": timed(lambda: expect(storage.lookup(hashes) == pages)),
+        "get": timed(lambda: expect(storage.load(hashes, np.arange(pages, 2 * pages)) == pages)),
     }
 
 

@@ -101,14 +101,14 @@ def main() -> None:
         identity = ModelIdentity("org/model", page_size=16, layout="page_first")
         pool = NumpyHostPages(8, shape)
         pool.fill(range(4), seed=1)
-        hashes = [hashlib.sha256(bytes([page])).hexdigest() for page in range(4)]
+        hashes = [hashlib.sha256(bytes([page])).digest() for page in range(4)]
 
         writer, reader = (GuardedStorage(create_backend("dynamic", StorageConfig(identity, options))) for _ in range(2))
         for storage in (writer, reader):
-            storage.register_mem_pool_host(pool)
-        print("stored:", writer.batch_set_v1(hashes, pool.slots(range(4))))
-        print("found: ", reader.batch_exists(hashes), "of", len(hashes))
-        print("read:  ", reader.batch_get_v1(hashes, pool.slots(range(4, 8))))
+            storage.register_host_pool(pool)
+        print("stored:", writer.store(hashes, np.arange(4)), "of", len(hashes))
+        print("found: ", reader.lookup(hashes), "of", len(hashes))
+        print("read:  ", reader.load(hashes, np.arange(4, 8)), "of", len(hashes))
         same = all(np.array_equal(pool.read(page), pool.read(page + 4)) for page in range(4))
         print("bytes: ", "the same" if same else "DIFFERENT")
         print("another model finds", _other_model(options, pool, hashes), "of them")
@@ -116,11 +116,11 @@ def main() -> None:
             storage.close()
 
 
-def _other_model(options: dict[str, str], pool: NumpyHostPages, hashes: list[str]) -> int:
+def _other_model(options: dict[str, str], pool: NumpyHostPages, hashes: list[bytes]) -> int:
     other = ModelIdentity("org/other", page_size=16, layout="page_first")
     storage = create_backend("dynamic", StorageConfig(other, options))
-    storage.register_mem_pool_host(pool)
-    hits = storage.batch_exists(hashes)
+    storage.register_host_pool(pool)
+    hits = storage.lookup(hashes)
     storage.close()
     return hits
 

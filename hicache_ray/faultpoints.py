@@ -22,9 +22,9 @@ POINTS = {
     "rank.claim": "a rank gets lost pages back, during a recovery",
     "rank.restore": "a rank takes the agreed tree, during a recovery",
     "rank.join": "a rank joins a generation of its group",
-    "storage.batch_exists": "a lookup in a storage backend, in the thread that carries it",
-    "storage.batch_get_v1": "a read from a storage backend, likewise",
-    "storage.batch_set_v1": "a write to a storage backend, likewise",
+    "storage.lookup": "a lookup in a storage backend, in the thread that carries it",
+    "storage.load": "a read from a storage backend, likewise",
+    "storage.store": "a write to a storage backend, likewise",
     "channel.call": "a client calls a storage actor; the peer is the actor",
     "actor.exists": "a storage actor looks pages up",
     "actor.reserve": "a storage actor gives slots to write to",
@@ -62,7 +62,8 @@ class Injector(Protocol):
         """As `reach`, but True instead of InjectedFault."""
 
     def answered(self, point: str, asked: int, answer: Any) -> Any:
-        """The answer of a call about `asked` pages, as its caller gets to see it."""
+        """The answer of a call about `asked` pages (how many of them, from the first on), as its caller gets to see
+        it."""
 
     def damage(self, point: str, pages: Callable[[], Views]) -> None:
         """May change bytes of the pages, which are told when asked for."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.base import HiCacheStorage, StorageConfig
+from hicache_ray.storage.base import Storage, StorageConfig
 from hicache_ray.storage.mooncake.storage import MooncakeStorage
 from hicache_ray.storage.registry import create_backend
 from hicache_ray.testing.subject import Damage, StorageSubject, Unsupported
@@ -61,11 +61,11 @@ class MooncakeSubject(StorageSubject):
     def extra(self, folder: Path) -> dict[str, Any]:
         return dict(self.cluster.options())
 
-    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[HiCacheStorage, int]:
+    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[Storage, int]:
         small = self.start_cluster(folder, SMALLEST_SEGMENT)
         return create_backend("mooncake", StorageConfig(identity, small.options())), SMALLEST_SEGMENT // page_bytes
 
-    def damage(self, damage: Damage, storage: HiCacheStorage, page_hash: str, folder: Path) -> None:
+    def damage(self, damage: Damage, storage: Storage, page_hash: bytes, folder: Path) -> None:
         """As another client of the same store could."""
         assert isinstance(storage, MooncakeStorage)
         if damage is Damage.EMPTIED:

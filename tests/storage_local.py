@@ -12,7 +12,7 @@ import numpy as np
 
 from hicache_ray.deadline import Deadline
 from hicache_ray.storage.base import StorageCounters
-from hicache_ray.storage.guard import Breaker
+from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.channel import ChannelError, ChannelLost, ChannelTimeout
 from hicache_ray.storage.pool.client import PoolClient
 from hicache_ray.storage.pool.member import Member

@@ -40,27 +40,29 @@ class Client:
         self.pages = pages
         self.host = ArrayHostPool(2 * pages)
         self.storage = RayPoolStorage(StorageConfig(ModelIdentity(model=model), extra, timeout))
-        self.storage.register_mem_pool_host(self.host)
+        self.storage.register_host_pool(self.host)
 
     def put(self, seeds: range) -> list[bool]:
         for place, seed in enumerate(seeds):
             self.host.segments[place] = content(seed)
-        return self.storage.batch_set_v1(hashes(seeds), _slots(0, len(seeds)))
+        stored = self.storage.store(hashes(seeds), np.arange(len(seeds)))
+        return [place < stored for place in range(len(seeds))]
 
     def get(self, seeds: range) -> list[bool]:
         """Reads; whatever is said to have arrived must be right."""
         self.host.segments[self.pages :] = 0
-        done = self.storage.batch_get_v1(hashes(seeds), _slots(self.pages, len(seeds)))
+        arrived = self.storage.load(hashes(seeds), np.arange(self.pages, self.pages + len(seeds)))
+        done = [place < arrived for place in range(len(seeds))]
         for place, seed in enumerate(seeds):
             assert not done[place] or np.array_equal(self.host.segments[self.pages + place], content(seed))
         return done
 
     def exists(self, seeds: range) -> int:
-        return self.storage.batch_exists(hashes(seeds))
+        return self.storage.lookup(hashes(seeds))
 
 
-def hashes(seeds: range) -> list[str]:
-    return [hashlib.sha256(b"%d" % seed).hexdigest() for seed in seeds]
+def hashes(seeds: range) -> list[bytes]:
+    return [hashlib.sha256(b"%d" % seed).digest() for seed in seeds]
 
 
 def content(seed: int) -> np.ndarray:
@@ -78,7 +80,3 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def arena_files(part: str) -> set[Path]:
     """The arena files with `part` in their name: a pool's token, or a member's name between dashes."""
     return {path for path in Path("/dev/shm").iterdir() if "hicache-" in path.name and part in path.name}
-
-
-def _slots(first: int, count: int) -> np.ndarray:
-    return np.arange(first * PAGE_SIZE, (first + count) * PAGE_SIZE)

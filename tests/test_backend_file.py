@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.base import HiCacheStorage
+from hicache_ray.storage.base import Storage
 from hicache_ray.storage.file import format as file_format
 from hicache_ray.storage.file import space as file_space
 from hicache_ray.storage.file.format import HEADER
@@ -37,10 +37,10 @@ class FileSubject(StorageSubject):
     def __init__(self, label: str = "file", **extra: Any) -> None:
         super().__init__("file", {"directory": "{folder}/pages", "min_free_bytes": 0, **extra}, label)
 
-    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[HiCacheStorage, int]:
+    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[Storage, int]:
         return self.make(folder, identity, max_bytes=16 * (page_bytes + HEADER.size)), 16
 
-    def damage(self, damage: Damage, storage: HiCacheStorage, page_hash: str, folder: Path) -> None:
+    def damage(self, damage: Damage, storage: Storage, page_hash: bytes, folder: Path) -> None:
         assert isinstance(storage, FileStorage)
         path = folder / "pages" / storage.file_name(page_hash)
         data = path.read_bytes()
@@ -77,19 +77,21 @@ def open_store(folder: Path, pool: NumpyHostPages | None = None, **options: Any)
     assert isinstance(store, FileStorage)
     pool = pool or NumpyHostPages(64, SHAPE)
     pool.fill(np.arange(pool.pages), 1)
-    store.register_mem_pool_host(pool)
+    store.register_host_pool(pool)
     return store, pool
 
 
-def put(store: FileStorage, pool: NumpyHostPages, names: list[str]) -> list[bool]:
-    return store.batch_set_v1(names, pool.slots(np.arange(len(names))))
+def put(store: FileStorage, pool: NumpyHostPages, names: list[bytes]) -> int:
+    return store.store(names, np.arange(len(names)))
 
 
 def test_case_28_each_page_is_one_file(tmp_path: Path) -> None:
     store, pool = open_store(tmp_path)
     names = page_names(4)
     put(store, pool, names)
-    assert sorted(path.name for path in (tmp_path / "pages").rglob("*.page")) == sorted(f"{n}.page" for n in names)
+    assert sorted(path.name for path in (tmp_path / "pages").rglob("*.page")) == sorted(
+        f"{n.hex()}.page" for n in names
+    )
     assert store.space.used_bytes == 4 * FILE_BYTES
 
 
@@ -101,16 +103,16 @@ def test_case_9_sglang_files_have_its_names_and_bytes(tmp_path: Path, layout: st
     store = FileSubject(key_style="sglang").make(tmp_path, identity)
     pool = NumpyHostPages(4, shape)
     pool.fill(np.arange(2), 1)
-    store.register_mem_pool_host(pool)
+    store.register_host_pool(pool)
     names = page_names(1)
-    assert store.batch_set_v1(names, pool.slots([1])) == [True]
-    data = (tmp_path / "pages" / f"{names[0]}_org-m_1_2.bin").read_bytes()
+    assert store.store(names, np.array([1])) == 1
+    data = (tmp_path / "pages" / f"{names[0].hex()}_org-m_1_2.bin").read_bytes()
     memory = pool.buffer.reshape(2, 2, 4, 256) if layout == "layer_first" else pool.buffer.reshape(2, 4, 512)
     assert data == (memory[:, :, 1] if layout == "layer_first" else memory[:, 1]).tobytes()
-    assert store.batch_get_v1(names, pool.slots([2])) == [True]
+    assert store.load(names, np.array([2])) == 1
     assert np.array_equal(pool.read(1), pool.read(2))
-    os.truncate(tmp_path / "pages" / f"{names[0]}_org-m_1_2.bin", 5)
-    assert store.batch_get_v1(names, pool.slots([2])) == [False]
+    os.truncate(tmp_path / "pages" / f"{names[0].hex()}_org-m_1_2.bin", 5)
+    assert store.load(names, np.array([2])) == 0
     store.close()
 
 
@@ -120,15 +122,15 @@ def test_a_folder_that_was_removed_is_made_again_by_the_next_write(tmp_path: Pat
     store, pool = open_store(parent, max_bytes=cap)
     other, other_pool = open_store(parent, max_bytes=cap)
     for round_number in range(2):
-        assert put(store, pool, names) == [True] * 4
+        assert put(store, pool, names) == 4
         shutil.rmtree(parent)
-        assert store.batch_exists(names) == 0
-        assert store.batch_get_v1(names, pool.slots(range(4))) == [False] * 4
+        assert store.lookup(names) == 0
+        assert store.load(names, np.arange(4)) == 0
         assert not folder.exists(), "reads make nothing"
-        assert put(other, other_pool, names[:2]) == [True] * 2
-        assert put(store, pool, names) == [True] * 4
-        assert store.batch_get_v1(names, pool.slots(range(4))) == [True] * 4
-        assert other.batch_exists(names) == 4
+        assert put(other, other_pool, names[:2]) == 2
+        assert put(store, pool, names) == 4
+        assert store.load(names, np.arange(4)) == 4
+        assert other.lookup(names) == 4
         assert len(list(folder.rglob("*.page"))) == 4
         assert store.space.used_bytes == other.space.used_bytes == 4 * FILE_BYTES, round_number
         store.clear()
@@ -147,9 +149,9 @@ def test_a_folder_that_can_not_be_made_again_is_a_miss_and_reserves_nothing(tmp_
     shutil.rmtree(folder)
     folder.touch()
     for _ in range(3):
-        assert put(store, pool, names) == [False] * 4
+        assert put(store, pool, names) == 0
     folder.unlink()
-    assert put(store, pool, names) == [True] * 4
+    assert put(store, pool, names) == 4
     assert store.space.used_bytes == 4 * FILE_BYTES
     store.close()
 
@@ -188,10 +190,10 @@ class TestSpace:
         names = page_names(8)
         for name in names[:6]:
             put(store, pool, [name])
-        assert store.batch_get_v1(names[:1], pool.slots([9])) == [True]
+        assert store.load(names[:1], np.array([9])) == 1
         put(store, pool, names[6:7])
         put(store, pool, names[7:8])
-        assert [store.batch_exists([name]) for name in names] == [1, 0, 0, 1, 1, 1, 1, 1]
+        assert [store.lookup([name]) for name in names] == [1, 0, 0, 1, 1, 1, 1, 1]
         assert store.space.used_bytes == 6 * FILE_BYTES
 
     def test_a_chain_is_evicted_from_its_end(self, tmp_path: Path) -> None:
@@ -199,19 +201,19 @@ class TestSpace:
         chain, more = page_names(6), page_names(2, seed=1)
         put(store, pool, chain)
         put(store, pool, more)
-        assert (store.batch_exists(chain), store.batch_exists(more)) == (4, 2)
+        assert (store.lookup(chain), store.lookup(more)) == (4, 2)
 
     def test_order_of_use_survives_a_restart(self, tmp_path: Path) -> None:
         store, pool = open_store(tmp_path)
         names = page_names(6)
         for name in names:
             put(store, pool, [name])
-        store.batch_get_v1(names[:1], pool.slots([9]))
+        store.load(names[:1], np.array([9]))
         store.close()
         store, pool = open_store(tmp_path, pool, max_bytes=6 * FILE_BYTES)
         assert len(store.space) == 6
         put(store, pool, page_names(1, seed=1))
-        assert [store.batch_exists([name]) for name in names] == [1, 0, 1, 1, 1, 1]
+        assert [store.lookup([name]) for name in names] == [1, 0, 1, 1, 1, 1]
 
     def test_what_another_process_used_is_passed_over(self, tmp_path: Path) -> None:
         store, pool = open_store(tmp_path, max_bytes=3 * FILE_BYTES)
@@ -219,16 +221,16 @@ class TestSpace:
         for name in names:
             put(store, pool, [name])
         other, _ = open_store(tmp_path, pool, max_bytes=3 * FILE_BYTES)
-        assert other.batch_get_v1(names[:1], pool.slots([9])) == [True]
+        assert other.load(names[:1], np.array([9])) == 1
         put(store, pool, page_names(1, seed=1))
-        assert [store.batch_exists([name]) for name in names] == [1, 0, 1]
+        assert [store.lookup([name]) for name in names] == [1, 0, 1]
 
     def test_cap_holds_for_several_stores_on_one_folder(self, tmp_path: Path) -> None:
         """Each evicts the other's pages too, which it finds by a scan."""
         stores = [open_store(tmp_path, max_bytes=8 * FILE_BYTES) for _ in range(3)]
         for seed in range(12):
             for number, (store, pool) in enumerate(stores):
-                assert put(store, pool, page_names(2, seed=100 * number + seed)) == [True, True]
+                assert put(store, pool, page_names(2, seed=100 * number + seed)) == 2
         assert len(list((tmp_path / "pages").rglob("*.page"))) <= 8
         assert stores[0][0].space.used_bytes <= 8 * FILE_BYTES
 
@@ -236,8 +238,8 @@ class TestSpace:
     def test_capacity_edges(self, tmp_path: Path, pages: int) -> None:
         """A batch larger than the cap is refused, one as large fits."""
         store, pool = open_store(tmp_path, max_bytes=pages * FILE_BYTES)
-        assert put(store, pool, page_names(pages + 1)) == [False] * (pages + 1)
-        assert put(store, pool, page_names(pages)) == [True] * pages
+        assert put(store, pool, page_names(pages + 1)) == 0
+        assert put(store, pool, page_names(pages)) == pages
         assert store.space.used_bytes == pages * FILE_BYTES
 
     def test_free_space_floor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,12 +247,12 @@ class TestSpace:
         monkeypatch.setattr(file_space, "_free_bytes", lambda root: free)
         store, pool = open_store(tmp_path, min_free_bytes=8 * FILE_BYTES)
         names = page_names(4)
-        assert put(store, pool, names[:2]) == [True, True]
+        assert put(store, pool, names[:2]) == 2
         free = 7 * FILE_BYTES
-        assert put(store, pool, names[2:3]) == [True], "older pages were not given up for it"
-        assert [store.batch_exists([name]) for name in names] == [0, 0, 1, 0]
+        assert put(store, pool, names[2:3]) == 1, "older pages were not given up for it"
+        assert [store.lookup([name]) for name in names] == [0, 0, 1, 0]
         free = 0
-        assert put(store, pool, names[3:]) == [False]
+        assert put(store, pool, names[3:]) == 0
 
 
 class TestErrors:
@@ -272,14 +274,14 @@ class TestErrors:
 
         monkeypatch.setattr(file_format, "write_buffers", writev)
         names = page_names(5)
-        flags = put(store, pool, names)
-        assert flags == sorted(flags, reverse=True) and sum(flags) < 5
-        assert store.batch_exists(names) == sum(flags)
+        stored = put(store, pool, names)
+        assert 0 <= stored < 5
+        assert store.lookup(names) == stored
         assert store.get_stats().errors == 1
-        assert store.space.used_bytes == sum(flags) * FILE_BYTES
+        assert store.space.used_bytes == stored * FILE_BYTES
         assert not list(store.space.writing.glob("*.tmp"))
         monkeypatch.undo()
-        assert put(store, pool, names) == [True] * 5
+        assert put(store, pool, names) == 5
 
     def test_read_error_is_a_miss(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store, pool = open_store(tmp_path)
@@ -290,10 +292,10 @@ class TestErrors:
             raise OSError(errno.EIO, "disk error")
 
         monkeypatch.setattr(file_format, "read_buffers", readv)
-        assert store.batch_get_v1(names, pool.slots([8, 9])) == [False, False]
+        assert store.load(names, np.array([8, 9])) == 0
         assert store.get_stats().errors >= 1
         monkeypatch.undo()
-        assert store.batch_get_v1(names, pool.slots([8, 9])) == [True, True]
+        assert store.load(names, np.array([8, 9])) == 2
 
 
 WRITER = """
@@ -349,7 +351,7 @@ def test_killed_writers_leave_whole_pages(tmp_path: Path) -> None:
     files = page_files(tmp_path)
     assert 32 < len(files) <= 432
     for path in files:
-        assert store.batch_get_v1([path.stem], pool.slots([60])) == [True], f"{path.name} is torn"
+        assert store.load([bytes.fromhex(path.stem)], np.array([60])) == 1, f"{path.name} is torn"
     assert store.get_stats().corrupt == 0
     assert store.space.used_bytes == len(files) * FILE_BYTES
     assert [folder.name for folder in (tmp_path / "pages" / ".writing").iterdir()] == [store.space.writing.name]

@@ -52,9 +52,9 @@ SUBJECTS = [FileSubject(), SqliteSubject(), SGLangSubject("sglang v1", interface
 def test_round_trip(tmp_path: Path, subject: FileSubject, attention: str, layout: str) -> None:
     pool = filled_pool(attention, layout)
     storage = subject.make(tmp_path, ModelIdentity("m", page_size=2, layout=layout, attention=attention))
-    storage.register_mem_pool_host(pool)
+    storage.register_host_pool(pool)
     names = page_names(4)
-    assert storage.batch_set_v1(names, slots_of(np.arange(4), 2)) == [True] * 4
-    assert storage.batch_get_v1(names, slots_of(np.arange(4, 8), 2)) == [True] * 4
+    assert storage.store(names, np.arange(4)) == 4
+    assert storage.load(names, np.arange(4, 8)) == 4
     assert all(np.array_equal(pool.read_page(page), pool.read_page(page + 4)) for page in range(4))
     storage.close()

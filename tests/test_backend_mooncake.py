@@ -39,7 +39,7 @@ def open_storage(
 ) -> MooncakeStorage:
     storage = subject.make(Path(), identity, **options)
     assert isinstance(storage, MooncakeStorage)
-    storage.register_mem_pool_host(pool)
+    storage.register_host_pool(pool)
     return storage
 
 
@@ -65,17 +65,17 @@ def test_case_10_sglang_objects(
     mine, theirs = page_names(2, seed=31)
     prefix = f"{tag}_" if tag else ""
     size = shape.page_bytes // len(suffixes)
-    assert storage.batch_set_v1([mine], pool.slots([0])) == [True]
+    assert storage.store([mine], np.array([0])) == 1
     with storage.connection.use() as store:
         for number, suffix in enumerate(suffixes):
-            assert bytes(store.get(f"{prefix}{mine}{suffix}")) == pool.read(0)[number * size :][:size].tobytes()
-            assert storage.batch_exists([theirs]) == 0
-            assert store.put(f"{prefix}{theirs}{suffix}", pool.read(1)[number * size :][:size].tobytes()) == 0
-    assert storage.batch_exists([mine, theirs]) == 2
-    assert storage.batch_get_v1([mine, theirs], pool.slots([2, 3])) == [True, True]
+            assert bytes(store.get(f"{prefix}{mine.hex()}{suffix}")) == pool.read(0)[number * size :][:size].tobytes()
+            assert storage.lookup([theirs]) == 0
+            assert store.put(f"{prefix}{theirs.hex()}{suffix}", pool.read(1)[number * size :][:size].tobytes()) == 0
+    assert storage.lookup([mine, theirs]) == 2
+    assert storage.load([mine, theirs], np.array([2, 3])) == 2
     assert np.array_equal(pool.read(0), pool.read(2)) and np.array_equal(pool.read(1), pool.read(3))
     storage.clear()
-    assert storage.batch_exists([mine]) == storage.batch_exists([theirs]) == 0
+    assert storage.lookup([mine]) == storage.lookup([theirs]) == 0
     storage.close()
 
 
@@ -83,7 +83,7 @@ def test_sglang_objects_need_whole_components(subject: MooncakeSubject) -> None:
     shape = PageShape("mha", "layer_first")
     storage = subject.make(Path(), identity_of(shape), key_style="sglang")
     with pytest.raises(BackendError, match="a layout that begins with page_"):
-        storage.register_mem_pool_host(NumpyHostPages(4, shape))
+        storage.register_host_pool(NumpyHostPages(4, shape))
     storage.close()
 
 
@@ -91,9 +91,9 @@ def test_a_tag_keeps_users_of_a_store_apart(subject: MooncakeSubject) -> None:
     pool = NumpyHostPages(4, BIG)
     names = page_names(1, seed=32)
     one, two = (open_storage(subject, identity_of(BIG), pool, extra_backend_tag=tag) for tag in ("a.b", "axb"))
-    assert one.batch_set_v1(names, pool.slots([0])) == two.batch_set_v1(names, pool.slots([0])) == [True]
+    assert one.store(names, np.array([0])) == two.store(names, np.array([0])) == 1
     one.clear()
-    assert (one.batch_exists(names), two.batch_exists(names)) == (0, 1)
+    assert (one.lookup(names), two.lookup(names)) == (0, 1)
     one.close()
     two.close()
 
@@ -105,14 +105,14 @@ def test_pages_lent_by_a_dead_process_are_misses(subject: MooncakeSubject, tmp_p
     storage = open_storage(subject, identity_of(BIG), pool, **cluster.options())
     names = page_names(2, seed=33)
     pool.fill([0, 1], 1)
-    assert storage.batch_set_v1(names, pool.slots([0, 1])) == [True, True]
+    assert storage.store(names, np.array([0, 1])) == 2
     cluster.kill_holder()
-    assert storage.batch_get_v1(names, pool.slots([2, 3])) == [False, False]
+    assert storage.load(names, np.array([2, 3])) == 0
     cluster.start_holder()
 
     def serves() -> bool:
-        stored = storage.batch_set_v1(names, pool.slots([0, 1]))
-        return all(stored) and all(storage.batch_get_v1(names, pool.slots([2, 3])))
+        stored = storage.store(names, np.array([0, 1]))
+        return stored == storage.load(names, np.array([2, 3])) == 2
 
     eventually(serves, "the new lender's memory is not used", seconds=60)
     assert np.array_equal(pool.read(0), pool.read(2))
@@ -127,13 +127,13 @@ def test_a_client_may_come_before_its_store(subject: MooncakeSubject, tmp_path: 
     cluster.kill_master()
     pool = NumpyHostPages(4, BIG)
     guarded = GuardedStorage(open_storage(subject, identity_of(BIG), pool, **cluster.options()))
-    guarded.register_mem_pool_host(pool)
+    guarded.register_host_pool(pool)
     names = page_names(1, seed=34)
-    assert guarded.batch_exists(names) == 0
-    assert guarded.batch_set_v1(names, pool.slots([0])) == [False]
+    assert guarded.lookup(names) == 0
+    assert guarded.store(names, np.array([0])) == 0
     cluster.start_master()
-    eventually(lambda: guarded.batch_set_v1(names, pool.slots([0])) == [True], "the store is not used", seconds=60)
-    assert guarded.batch_get_v1(names, pool.slots([1])) == [True]
+    eventually(lambda: guarded.store(names, np.array([0])) == 1, "the store is not used", seconds=60)
+    assert guarded.load(names, np.array([1])) == 1
     guarded.close()
     subject.clusters.remove(cluster)
     cluster.stop()
@@ -147,7 +147,7 @@ def test_check_server_refuses_to_start_without_a_store(subject: MooncakeSubject)
 
 def test_check_server_finds_the_store(subject: MooncakeSubject) -> None:
     storage = subject.make(Path(), identity_of(BIG), check_server=True)
-    assert storage.batch_exists(page_names(1, seed=35)) == 0
+    assert storage.lookup(page_names(1, seed=35)) == 0
     storage.close()
 
 
@@ -160,8 +160,8 @@ def test_memory_that_a_client_lends_itself(subject: MooncakeSubject, tmp_path: P
     options = {**cluster.options(), "global_segment_size": "64MB"}
     storage = open_storage(subject, identity_of(BIG), pool, **options)
     names = page_names(1, seed=36)
-    eventually(lambda: storage.batch_set_v1(names, pool.slots([0])) == [True], "nothing can be stored")
-    assert storage.batch_get_v1(names, pool.slots([1])) == [True]
+    eventually(lambda: storage.store(names, np.array([0])) == 1, "nothing can be stored")
+    assert storage.load(names, np.array([1])) == 1
     assert np.array_equal(pool.read(0), pool.read(1))
     storage.close()
     subject.clusters.remove(cluster)
@@ -175,12 +175,12 @@ def test_closing_and_opening_again_connects_anew(subject: MooncakeSubject) -> No
     names = page_names(1, seed=37)
     for attempt in range(2):
         storage = open_storage(subject, identity, pool)
-        assert storage.batch_exists(names) == attempt
-        assert storage.batch_set_v1(names, pool.slots([0])) == [True]
+        assert storage.lookup(names) == attempt
+        assert storage.store(names, np.array([0])) == 1
         storage.close()
         storage.close()
-        assert storage.batch_exists(names) == 0
-        assert storage.batch_get_v1(names, pool.slots([0])) == [False]
+        assert storage.lookup(names) == 0
+        assert storage.load(names, np.array([0])) == 0
 
 
 def test_other_threads_run_while_a_call_waits(subject: MooncakeSubject) -> None:
@@ -188,7 +188,7 @@ def test_other_threads_run_while_a_call_waits(subject: MooncakeSubject) -> None:
     pool = NumpyHostPages(4, BIG)
     storage = open_storage(subject, identity_of(BIG), pool)
     subject.cluster.freeze_master()
-    call = threading.Thread(target=storage.batch_exists, args=(page_names(1, seed=38),))
+    call = threading.Thread(target=storage.lookup, args=(page_names(1, seed=38),))
     try:
         call.start()
         assert sum(range(100_000)) > 0
@@ -204,6 +204,6 @@ def test_the_url_names_the_store(subject: MooncakeSubject) -> None:
     target = parse_storage_url(subject.cluster.url)
     storage = StorageSubject(target.backend, target.extra).make(Path(), identity_of(BIG))
     pool = NumpyHostPages(2, BIG)
-    storage.register_mem_pool_host(pool)
-    assert storage.batch_set_v1(page_names(1, seed=39), pool.slots([0])) == [True]
+    storage.register_host_pool(pool)
+    assert storage.store(page_names(1, seed=39), np.array([0])) == 1
     storage.close()

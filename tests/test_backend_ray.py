@@ -14,7 +14,7 @@ import pytest
 
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.base import HiCacheStorage, StorageConfig
+from hicache_ray.storage.base import Storage, StorageConfig
 from hicache_ray.storage.pool.storage import RayPoolStorage
 from hicache_ray.storage.shard.arena import ArenaMapping
 from hicache_ray.storage.shard.layout import VALID
@@ -52,14 +52,14 @@ class RaySubject(StorageSubject):
     def extra(self, folder: Path) -> dict[str, Any]:
         return self.pool.handle.options(transport=self.transport, refusal_seconds=0.1)
 
-    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[HiCacheStorage, int]:
+    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[Storage, int]:
         config = dataclasses.replace(CONFIG, name=f"small-{len(self.small)}", actors=1, bytes_per_actor=16 * page_bytes)
         pool = StoragePool.start(dataclasses.replace(config, segment_bytes=page_bytes))
         self.small.append(pool)
         extra = pool.handle.options(transport=self.transport)
         return RayPoolStorage(StorageConfig(identity, extra)), 16
 
-    def damage(self, damage: Damage, storage: HiCacheStorage, page_hash: str, folder: Path) -> None:
+    def damage(self, damage: Damage, storage: Storage, page_hash: bytes, folder: Path) -> None:
         """In the arena, as a process that scribbles over shared memory would."""
         arena, slot = self.find(storage, page_hash)
         offset = int(arena.offsets(np.array([slot]))[0])
@@ -76,16 +76,16 @@ class RaySubject(StorageSubject):
             other, other_slot = self.find(storage, page_names(1, seed=21)[0])
             data[:] = other.data(int(other.offsets(np.array([other_slot]))[0]), data.size)
 
-    def find(self, storage: HiCacheStorage, page_hash: str) -> tuple[ArenaMapping, int]:
+    def find(self, storage: Storage, page_hash: bytes) -> tuple[ArenaMapping, int]:
         """The arena and the slot that hold a page."""
-        key = np.frombuffer(bytes.fromhex(storage.config.identity.digest + page_hash), np.uint8)
+        key = np.frombuffer(bytes.fromhex(storage.config.identity.digest) + page_hash, np.uint8)
         for info in self.pool.info().values():
             assert info is not None
             arena = ArenaMapping.attach(Path(info.path), info.arena_id)
             holds = (arena.headers["state"] == VALID) & np.all(arena.headers["key"][:, : key.size] == key, axis=1)
             if holds.any():
                 return arena, int(np.flatnonzero(holds)[0])
-        raise AssertionError(f"{page_hash} is not stored")
+        raise AssertionError(f"{page_hash.hex()} is not stored")
 
     def take_away(self, folder: Path) -> None:
         self.pool.stop()

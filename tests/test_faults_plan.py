@@ -180,8 +180,8 @@ def test_what_each_kind_does() -> None:
             faultpoints.reach("rank.answer")
         with pytest.raises(MemoryError):
             faultpoints.reach("rank.claim")
-        assert faultpoints.around("storage.batch_get_v1", 3, lambda: [True] * 3)() == [True, True, False]
-        assert faultpoints.around("storage.batch_exists", 3, lambda: 1)() == 3
+        assert faultpoints.around("storage.load", 3, lambda: 3)() == 2
+        assert faultpoints.around("storage.lookup", 3, lambda: 1)() == 3
         faultpoints.reach("copy.l1-load")
     assert [firing.fault for firing in injector.firings] == [0, 1, 2, 3, 4, 5, 6]
     assert faultpoints.installed() is None

@@ -50,7 +50,7 @@ def test_without_an_injector_nothing_happens() -> None:
     faultpoints.reach("rank.step")
     assert not faultpoints.fails("alloc.device")
     call = object
-    assert faultpoints.around("storage.batch_exists", 3, call) is call
+    assert faultpoints.around("storage.lookup", 3, call) is call
     faultpoints.damage("page.arena", lambda: pytest.fail("the pages were asked for"))
 
 
@@ -66,11 +66,11 @@ def test_an_injector_is_asked(recorder: Recorder) -> None:
     assert faultpoints.installed() is recorder
     faultpoints.reach("rank.step")
     assert faultpoints.fails("channel.call", "pool-0")
-    assert faultpoints.around("storage.batch_exists", 3, lambda: 2)() == [2, 3]
+    assert faultpoints.around("storage.lookup", 3, lambda: 2)() == [2, 3]
     page = np.zeros(4, np.uint8)
     faultpoints.damage("page.arena", lambda: [page])
     assert page.tolist() == [1, 0, 0, 0]
-    assert recorder.seen == [("rank.step", ""), ("channel.call", "pool-0"), ("storage.batch_exists", "")]
+    assert recorder.seen == [("rank.step", ""), ("channel.call", "pool-0"), ("storage.lookup", "")]
     assert issubclass(InjectedFault, RuntimeError)
 
 

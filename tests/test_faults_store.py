@@ -107,7 +107,7 @@ def test_lost_or_unreachable_l3_prefix_a_prefix_that_was_sent_while_the_store_wa
     """A system prompt never leaves the tree: it is stored with the first thing below it, once the store is back."""
     group = group_of(device_pages=40, host_pages=60)
     system = list(range(8))
-    away = plan({"kind": "drop", "who": "rank 0", "point": "storage.batch_set_v1", "times": 0})
+    away = plan({"kind": "drop", "who": "rank 0", "point": "storage.store", "times": 0})
     with injected(away):
         serve(group, "first", system)
         serve(group, "second", [*system, 20, 21])
@@ -208,7 +208,7 @@ def test_lookup_says_yes_read_says_no(lost_at: int, ranks_that_lose: tuple[int, 
         if worker.name == "l3-query":
             worker.advance(worker.pending)
     fresh.step(polls=["r"])
-    gone = page_hashes(np.array(prompt, dtype="<u4"), group.shape.page_size)[lost_at].hex()
+    gone = page_hashes(np.array(prompt, dtype="<u4"), group.shape.page_size)[lost_at]
     for rank in ranks_that_lose:
         del group.store[fresh.make_store(rank).storage_key(gone)]
     for worker in fresh.workers:
@@ -238,11 +238,11 @@ def memory_group() -> Iterator[LocalGroup]:
 
 
 @pytest.mark.parametrize("fault", ["drop", "oom", "short_read", "stale_exists", "slow", "hang"])
-@pytest.mark.parametrize("call", ["batch_exists", "batch_get_v1", "batch_set_v1"])
+@pytest.mark.parametrize("call", ["lookup", "load", "store"])
 def test_backend_errors(memory_group: LocalGroup, fault: str, call: str) -> None:
     """Raises, lies, is late or never comes back: every request is served with right bytes, nothing is kept from its
     owner, and afterwards the store is used again."""
-    usual = {"short_read": "batch_get_v1", "stale_exists": "batch_exists"}.get(fault, call)
+    usual = {"short_read": "load", "stale_exists": "lookup"}.get(fault, call)
     if usual != call:
         pytest.skip(f"{fault} is of {usual}")
     for prompt in PROMPTS:
@@ -268,15 +268,15 @@ def test_backend_errors(memory_group: LocalGroup, fault: str, call: str) -> None
 def test_backend_errors_breaker_opens_and_closes(memory_group: LocalGroup) -> None:
     guard = memory_group.caches[0].controller.storage_io.storage  # type: ignore[union-attr]
     names = page_names(2)
-    slots = np.arange(8)
-    with injected(plan({"kind": "drop", "who": "rank 0", "point": "storage.batch_get_v1", "times": 0})) as injector:
+    pages = np.arange(2)
+    with injected(plan({"kind": "drop", "who": "rank 0", "point": "storage.load", "times": 0})) as injector:
         for _ in range(ERRORS_IN_A_ROW + 3):
-            assert guard.batch_get_v1(names, slots) == [False, False]
+            assert guard.load(names, pages) == 0
         assert injector.counts[0] == ERRORS_IN_A_ROW and guard.breakers["read"].is_open
-        assert guard.batch_set_v1(names, slots) == [True, True], "writes have a breaker of their own"
-    wait_for(lambda: guard.batch_get_v1(names, slots) == [True, True], "the breaker to close")
+        assert guard.store(names, pages) == 2, "writes have a breaker of their own"
+    wait_for(lambda: guard.load(names, pages) == 2, "the breaker to close")
     assert not guard.breakers["read"].is_open
-    assert guard.batch_get_v1(names, slots) == [True, True]
+    assert guard.load(names, pages) == 2
 
 
 # -- directory or owner lost -----------------------------------------------------------------------------------------
@@ -321,12 +321,14 @@ SHAPE = PageShape(page_size=4, layers=2, token_bytes=64)
 
 WRITER = """
 import os, signal, sys
+import numpy as np
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.file import format as file_format
 from hicache_ray.storage.base import StorageConfig
 from hicache_ray.storage.file.storage import FileStorage
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
 folder, whole, *names = sys.argv[1:]
+names = [bytes.fromhex(name) for name in names]
 written = 0
 
 def tear(descriptor, buffers):
@@ -342,8 +344,8 @@ extra = {"directory": folder + "/pages", "threads": 1, "min_free_bytes": 0}
 store = FileStorage(StorageConfig(ModelIdentity("m", page_size=4, layout="page_first"), extra, timeout=30))
 pool = NumpyHostPages(16, PageShape(page_size=4, layers=2, token_bytes=64))
 pool.fill(range(16), 1)
-store.register_mem_pool_host(pool)
-store.batch_set_v1(names, pool.slots(range(len(names))))
+store.register_host_pool(pool)
+store.store(names, np.arange(len(names)))
 """
 PAGES = page_names(6)
 
@@ -354,22 +356,22 @@ def open_files(folder: Path) -> tuple[FileStorage, NumpyHostPages]:
     assert isinstance(store, FileStorage)
     pool = NumpyHostPages(16, SHAPE)
     pool.fill(range(16), 1)
-    store.register_mem_pool_host(pool)
+    store.register_host_pool(pool)
     return store, pool
 
 
 @pytest.mark.parametrize("whole", [0, 2, 5])
 def test_torn_or_orphaned_files(tmp_path: Path, whole: int) -> None:
     """kill -9 in the middle of a write: no torn page is visible afterwards, what was left lying about is swept."""
-    command = [sys.executable, "-c", WRITER, str(tmp_path), str(whole), *PAGES]
+    command = [sys.executable, "-c", WRITER, str(tmp_path), str(whole), *[name.hex() for name in PAGES]]
     killed = subprocess.run(command, capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     store, pool = open_files(tmp_path)
-    there = store.batch_exists(PAGES)
+    there = store.lookup(PAGES)
     assert there <= whole
-    assert store.batch_get_v1(PAGES, pool.slots(range(8, 14))) == [True] * there + [False] * (6 - there)
+    assert store.load(PAGES, np.arange(8, 14)) == there
     assert all(np.array_equal(pool.read(page), pool.read(page + 8)) for page in range(there))
-    assert store.batch_set_v1(PAGES, pool.slots(range(6))) == [True] * 6
+    assert store.store(PAGES, np.arange(6)) == 6
     store.close()
     again, _ = open_files(tmp_path)
     names = [path.name for path in (tmp_path / "pages").rglob("*") if path.is_file()]
@@ -384,27 +386,27 @@ def test_torn_or_orphaned_files_errors_of_the_disk(
 ) -> None:
     store, pool = open_files(tmp_path)
     if call == "read":
-        store.batch_set_v1(PAGES, pool.slots(range(6)))
+        store.store(PAGES, np.arange(6))
 
     def fails(*_: object) -> int:
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patched:
         patched.setattr(file_format, f"{call}_buffers", fails)
-        calls = {"write": store.batch_set_v1, "read": store.batch_get_v1}
-        assert calls[call](PAGES, pool.slots(range(6))) == [False] * 6
+        calls = {"write": store.store, "read": store.load}
+        assert calls[call](PAGES, np.arange(6)) == 0
         assert store.get_stats().errors > 0
-    assert store.batch_set_v1(PAGES, pool.slots(range(6))) == [True] * 6
-    assert store.batch_get_v1(PAGES, pool.slots(range(8, 14))) == [True] * 6
+    assert store.store(PAGES, np.arange(6)) == 6
+    assert store.load(PAGES, np.arange(8, 14)) == 6
     store.close()
 
 
 def test_torn_or_orphaned_files_a_flipped_byte(tmp_path: Path) -> None:
     store, pool = open_files(tmp_path)
     with injected(plan({"kind": "corrupt", "who": "rank 0", "point": "page.file", "call": 3})):
-        assert store.batch_set_v1(PAGES, pool.slots(range(6))) == [True] * 6
-    assert store.batch_get_v1(PAGES, pool.slots(range(8, 14))) == [True, True, False, False, False, False]
+        assert store.store(PAGES, np.arange(6)) == 6
+    assert store.load(PAGES, np.arange(8, 14)) == 2
     assert store.get_stats().corrupt == 1
-    assert store.batch_set_v1(PAGES, pool.slots(range(6))) == [True] * 6
-    assert store.batch_get_v1(PAGES, pool.slots(range(8, 14))) == [True] * 6
+    assert store.store(PAGES, np.arange(6)) == 6
+    assert store.load(PAGES, np.arange(8, 14)) == 6
     store.close()

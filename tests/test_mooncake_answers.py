@@ -98,7 +98,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> ScriptedStore:
 
 def open_storage(pool: NumpyHostPages, shape: PageShape = SHAPE, timeout: float = 0.2) -> MooncakeStorage:
     storage = MooncakeStorage(StorageConfig(identity_of(shape), {"master_server_address": "test:1"}, timeout))
-    storage.register_mem_pool_host(pool)
+    storage.register_host_pool(pool)
     pool.fill(range(pool.pages), 1)
     return storage
 
@@ -121,11 +121,10 @@ def test_read_answers(store: ScriptedStore, codes: list[int], expected: int, err
     """Case 12: bytes are success, anything else ends the prefix there."""
     pool = NumpyHostPages(8, SHAPE)
     storage = open_storage(pool)
-    assert storage.batch_set_v1(NAMES, pool.slots(range(4))) == [True] * 4
+    assert storage.store(NAMES, np.arange(4)) == 4
     size = SHAPE.page_bytes + 8
     store.codes["get"] = [[code or size for code in codes]]
-    flags = storage.batch_get_v1(NAMES, pool.slots(range(4, 8)))
-    assert flags == [position < expected for position in range(4)], why
+    assert storage.load(NAMES, np.arange(4, 8)) == expected, why
     assert storage.get_stats().errors == errors
     storage.close()
 
@@ -135,11 +134,11 @@ def test_a_lease_that_ran_out_is_asked_for_once_more(store: ScriptedStore, again
     """What came may be another page's bytes by then; the second time counts."""
     pool = NumpyHostPages(8, SHAPE)
     storage = open_storage(pool)
-    storage.batch_set_v1(NAMES, pool.slots(range(4)))
+    storage.store(NAMES, np.arange(4))
     size = SHAPE.page_bytes + 8
     store.codes["get"] = [[size, -707, size, -707], None if again else [-707, -707]]
-    expected = [True] * 4 if again else [True, False, False, False]
-    assert storage.batch_get_v1(NAMES, pool.slots(range(4, 8))) == expected
+    expected = 4 if again else 1
+    assert storage.load(NAMES, np.arange(4, 8)) == expected
     assert [count for name, count in store.calls if name == "get"] == [4, 2]
     storage.close()
 
@@ -158,8 +157,7 @@ def test_write_answers(store: ScriptedStore, codes: list[int], expected: int, er
     pool = NumpyHostPages(8, SHAPE)
     storage = open_storage(pool)
     store.codes["put"] = [codes]
-    flags = storage.batch_set_v1(NAMES, pool.slots(range(4)))
-    assert flags == [position < expected for position in range(4)], why
+    assert storage.store(NAMES, np.arange(4)) == expected, why
     assert len(store.objects) == expected
     assert storage.get_stats().errors == errors
     assert storage.get_stats().set_stored == expected
@@ -171,7 +169,7 @@ def test_a_page_that_another_client_is_just_writing_is_waited_for(store: Scripte
     pool = NumpyHostPages(8, SHAPE)
     storage = open_storage(pool, timeout=30.0)
     store.codes["batch_is_exist"] = [[0], [0], [0], None]
-    assert storage.batch_set_v1(NAMES[:1], pool.slots([0])) == [True]
+    assert storage.store(NAMES[:1], np.array([0])) == 1
     assert [name for name, _ in store.calls] == ["batch_is_exist", "put", *["batch_is_exist"] * 3]
     storage.close()
 
@@ -179,9 +177,9 @@ def test_a_page_that_another_client_is_just_writing_is_waited_for(store: Scripte
 def test_lookup_errors_are_misses(store: ScriptedStore) -> None:
     pool = NumpyHostPages(8, SHAPE)
     storage = open_storage(pool)
-    storage.batch_set_v1(NAMES, pool.slots(range(4)))
+    storage.store(NAMES, np.arange(4))
     store.codes["batch_is_exist"] = [[1, 1, -1, 1]]
-    assert storage.batch_exists(NAMES) == 2
+    assert storage.lookup(NAMES) == 2
     assert storage.get_stats().errors == 1
     storage.close()
 
@@ -192,8 +190,8 @@ def test_calls_stay_below_the_transports_limit(store: ScriptedStore, shape: Page
     pool = NumpyHostPages(300, deep)
     storage = open_storage(pool, deep)
     names = page_names(300)
-    assert storage.batch_set_v1(names, pool.slots(range(300))) == [True] * 300
-    assert storage.batch_get_v1(names, pool.slots(range(300))) == [True] * 300
+    assert storage.store(names, np.arange(300)) == 300
+    assert storage.load(names, np.arange(300)) == 300
     pieces = int(np.prod(pool.segments.shape[1:-1])) + 1
     assert max(count for name, count in store.calls if name in ("put", "get")) * pieces <= MAX_PIECES
     storage.close()
@@ -205,9 +203,9 @@ def test_the_pool_is_registered_once_and_given_back(store: ScriptedStore) -> Non
     other = open_storage(pool)
     span = (pool.buffer.ctypes.data, pool.buffer.nbytes)
     assert span in store.registered
-    storage.register_mem_pool_host(pool)
+    storage.register_host_pool(pool)
     another = NumpyHostPages(4, SHAPE)
-    storage.register_mem_pool_host(another)
+    storage.register_host_pool(another)
     assert span in store.registered and (another.buffer.ctypes.data, another.buffer.nbytes) in store.registered
     other.close()
     assert span not in store.registered
@@ -220,9 +218,9 @@ def test_memory_that_the_transport_refuses_is_all_misses(store: ScriptedStore, m
     monkeypatch.setattr(store, "register_buffer", lambda address, size: -1)
     storage = MooncakeStorage(StorageConfig(identity_of(SHAPE), {"master_server_address": "test:1"}))
     pool = NumpyHostPages(4, SHAPE)
-    storage.register_mem_pool_host(pool)
-    assert storage.batch_exists(NAMES) == 0
-    assert storage.batch_set_v1(NAMES, pool.slots(range(4))) == [False] * 4
+    storage.register_host_pool(pool)
+    assert storage.lookup(NAMES) == 0
+    assert storage.store(NAMES, np.arange(4)) == 0
     assert storage.get_stats().errors == 2
     storage.close()
 

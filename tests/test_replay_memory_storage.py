@@ -16,7 +16,7 @@ from hicache_ray.testing.suite import storage_suite
 
 TestMemory = storage_suite(MemoryStorage, {"store": "{folder}"})
 
-HASHES = [f"{number:064x}" for number in range(4)]
+HASHES = [bytes([number]) * 32 for number in range(4)]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def backend(store: str = "mine", capacity: int | None = None, **config: object) 
     settings = {"identity": ModelIdentity(), "extra": extra, **config}
     made = create_backend(BACKEND, StorageConfig(**settings))  # type: ignore[arg-type]
     assert isinstance(made, MemoryStorage)
-    made.register_mem_pool_host(NumpyHostPages(8))
+    made.register_host_pool(NumpyHostPages(8))
     return made
 
 
@@ -43,13 +43,12 @@ def pool_of(storage: MemoryStorage) -> NumpyHostPages:
 def test_backends_of_one_store_share_pages() -> None:
     writer, reader, stranger = backend(), backend(), backend("other")
     pool_of(writer).fill(np.arange(4), seed=1)
-    slots = pool_of(writer).slots(np.arange(4))
-    assert writer.batch_set_v1(HASHES, slots) == [True] * 4
-    assert reader.batch_exists(HASHES) == 4
-    assert reader.batch_get_v1(HASHES, pool_of(reader).slots(np.arange(4, 8))) == [True] * 4
+    assert writer.store(HASHES, np.arange(4)) == 4
+    assert reader.lookup(HASHES) == 4
+    assert reader.load(HASHES, np.arange(4, 8)) == 4
     for page in range(4):
         assert np.array_equal(pool_of(reader).read(page + 4), pool_of(writer).read(page))
-    assert stranger.batch_exists(HASHES) == 0
+    assert stranger.lookup(HASHES) == 0
 
 
 def test_the_budget_holds_and_the_least_recent_page_goes() -> None:
@@ -64,17 +63,17 @@ def test_the_budget_holds_and_the_least_recent_page_goes() -> None:
 
 def test_a_rank_that_does_not_write_stores_nothing() -> None:
     silent = backend(is_writer=False)
-    assert silent.batch_set_v1(HASHES[:1], pool_of(silent).slots(np.arange(1))) == [True]
-    assert silent.batch_exists(HASHES[:1]) == 0
-    assert len(silent.store) == 0
+    assert silent.store(HASHES[:1], np.arange(1)) == 1
+    assert silent.lookup(HASHES[:1]) == 0
+    assert len(silent.pages) == 0
 
 
 def test_clearing_drops_this_models_pages_or_all() -> None:
     one, other = backend(identity=ModelIdentity(model="one")), backend(identity=ModelIdentity(model="other"))
     for storage in (one, other):
-        assert storage.batch_set_v1(HASHES, pool_of(storage).slots(np.arange(4))) == [True] * 4
+        assert storage.store(HASHES, np.arange(4)) == 4
     one.clear()
-    assert (one.batch_exists(HASHES), other.batch_exists(HASHES)) == (0, 4)
-    assert one.store.used_bytes == 4 * pool_of(other).page_bytes
+    assert (one.lookup(HASHES), other.lookup(HASHES)) == (0, 4)
+    assert one.pages.used_bytes == 4 * pool_of(other).page_bytes
     one.clear(everything=True)
-    assert (other.batch_exists(HASHES), one.store.used_bytes) == (0, 0)
+    assert (other.lookup(HASHES), one.pages.used_bytes) == (0, 0)

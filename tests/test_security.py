@@ -216,8 +216,8 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_page_file_is_whole_or_a_miss(tmp_path: Path) -> None:
     """Fuzzed: no file content is ever taken for a page that was not written."""
     store, pool = open_files(tmp_path)
-    store.batch_set_v1(PAGES, pool.slots(range(6)))
-    (path,) = (tmp_path / "pages").rglob(f"{PAGES[0]}.page")
+    store.store(PAGES, np.arange(6))
+    (path,) = (tmp_path / "pages").rglob(f"{PAGES[0].hex()}.page")
     good = path.read_bytes()
 
     @settings(max_examples=150, deadline=None)
@@ -225,7 +225,7 @@ def test_a_page_file_is_whole_or_a_miss(tmp_path: Path) -> None:
     def fuzz(content: bytes) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
-        assert store.batch_get_v1(PAGES[:1], pool.slots([8])) == [content == good]
+        assert store.load(PAGES[:1], np.array([8])) == int(content == good)
         if content == good:
             assert np.array_equal(pool.read(0), pool.read(8))
 
@@ -235,7 +235,7 @@ def test_a_page_file_is_whole_or_a_miss(tmp_path: Path) -> None:
 
 def test_files_and_arenas_are_private(tmp_path: Path) -> None:
     store, pool = open_files(tmp_path)
-    store.batch_set_v1(PAGES, pool.slots(range(6)))
+    store.store(PAGES, np.arange(6))
     store.close()
     arena = Arena.create(tmp_path / "one.arena", ArenaGeometry(1, 4096))
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -253,13 +253,13 @@ def test_namespaces_do_not_meet(tmp_path: Path) -> None:
     assert len(keys) == 2 * len(spaces)
     subject = StorageSubject("file", {"directory": str(tmp_path / "pages"), "min_free_bytes": 0})
     one, pool = open_files(tmp_path)
-    one.batch_set_v1(PAGES, pool.slots(range(6)))
+    one.store(PAGES, np.arange(6))
     other = subject.make(tmp_path, ModelIdentity("n", page_size=4, layout="page_first"))
-    other.register_mem_pool_host(pool)
-    assert other.batch_exists(PAGES) == 0
-    assert other.batch_get_v1(PAGES, pool.slots(range(8, 14))) == [False] * 6
+    other.register_host_pool(pool)
+    assert other.lookup(PAGES) == 0
+    assert other.load(PAGES, np.arange(8, 14)) == 0
     other.clear()
-    assert one.batch_exists(PAGES) == 6
+    assert one.lookup(PAGES) == 6
     one.close()
     other.close()
     assert len(page_names(2)) == 2

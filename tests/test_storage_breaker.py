@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache_ray.storage.guard import Breaker
+from hicache_ray.storage.breaker import Breaker
 
 
 class Clock:

@@ -11,7 +11,7 @@ import pytest
 
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig, StoragePoolError
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.base import StorageConfig, StorageExtra
+from hicache_ray.storage.base import PageContext, StorageConfig
 from hicache_ray.storage.registry import BackendError, create_backend
 from hicache_ray.storage.shard.arena import Arena, Process, arena_path
 from hicache_ray.storage.shard.layout import ArenaGeometry
@@ -19,7 +19,6 @@ from hicache_ray.storage.shard.shard import NamespaceLimit
 from tests.cluster import shared_cluster
 from tests.storage_ray import (
     PAGE_BYTES,
-    PAGE_SIZE,
     SEGMENT_BYTES,
     ArrayHostPool,
     Client,
@@ -86,12 +85,12 @@ def test_backend_by_name_batches_of_more_than_128_pages(pool: StoragePool) -> No
     host = ArrayHostPool(300)
     for place in range(300):
         host.segments[place] = content(place)
-    storage.register_mem_pool_host(host)
-    slots = np.arange(300 * PAGE_SIZE)
-    assert storage.batch_set_v1(hashes(range(300)), slots) == [True] * 300
-    assert storage.batch_exists(hashes(range(1500))) == 300
+    storage.register_host_pool(host)
+    pages = np.arange(300)
+    assert storage.store(hashes(range(300)), pages) == 300
+    assert storage.lookup(hashes(range(1500))) == 300
     host.segments[:] = 0
-    assert storage.batch_get_v1(hashes(range(300)), slots) == [True] * 300
+    assert storage.load(hashes(range(300)), pages) == 300
     assert all(np.array_equal(host.segments[place], content(place)) for place in range(300))
     storage.close()
     storage.close()
@@ -100,18 +99,18 @@ def test_backend_by_name_batches_of_more_than_128_pages(pool: StoragePool) -> No
 def test_a_rank_that_is_no_writer_stores_nothing(pool: StoragePool) -> None:
     config = StorageConfig(ModelIdentity(model="mla", attention="mla"), pool.handle.options(), is_writer=False)
     storage = create_backend("ray", config)
-    storage.register_mem_pool_host(ArrayHostPool(4))
-    assert storage.batch_set_v1(hashes(range(4)), np.arange(4 * PAGE_SIZE)) == [True] * 4
-    assert storage.batch_exists(hashes(range(4))) == 0
+    storage.register_host_pool(ArrayHostPool(4))
+    assert storage.store(hashes(range(4)), np.arange(4)) == 4
+    assert storage.lookup(hashes(range(4))) == 0
 
 
-def test_wrong_slots_and_no_host_pool_are_told(pool: StoragePool) -> None:
+def test_wrong_pages_and_no_host_pool_are_told(pool: StoragePool) -> None:
     storage = create_backend("ray", StorageConfig(ModelIdentity(), pool.handle.options()))
-    with pytest.raises(RuntimeError, match="register_mem_pool_host"):
-        storage.batch_get_v1(hashes(range(1)), np.arange(PAGE_SIZE))
-    storage.register_mem_pool_host(ArrayHostPool(4))
-    with pytest.raises(ValueError, match="3 host slots for 1 pages"):
-        storage.batch_get_v1(hashes(range(1)), np.arange(3))
+    with pytest.raises(RuntimeError, match="register_host_pool"):
+        storage.load(hashes(range(1)), np.arange(1))
+    storage.register_host_pool(ArrayHostPool(4))
+    with pytest.raises(ValueError, match="3 host pages for 1 page hashes"):
+        storage.load(hashes(range(1)), np.arange(3))
 
 
 def test_namespaces_have_quotas_and_can_be_cleared(cluster: None) -> None:
@@ -119,9 +118,8 @@ def test_namespaces_have_quotas_and_can_be_cleared(cluster: None) -> None:
     config = dataclasses.replace(CONFIG, name="limited", actors=1, limits=limits)
     with StoragePool.start(config) as running:
         client = Client(running.handle.options())
-        slots = np.arange(10 * PAGE_SIZE)
-        done = client.storage.batch_set_v1(hashes(range(10)), slots, StorageExtra(namespace="tenant"))
-        assert done == [True] * 4 + [False] * 6
+        tenant = PageContext(namespace="tenant")
+        assert client.storage.store(hashes(range(10)), np.arange(10), tenant) == 4
         assert client.put(range(20, 30)) == [True] * 10
         assert running.clear("tenant") == 4 and client.exists(range(20, 30)) == 10
         client.storage.clear()

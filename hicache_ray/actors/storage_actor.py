@@ -18,7 +18,7 @@ import ray
 
 from hicache_ray.metrics import RayExporter, ShardMetrics
 from hicache_ray.storage.base import Bytes, StorageCounters
-from hicache_ray.storage.guard import Breaker
+from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.member import Member
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.near import SocketServer

@@ -1,6 +1,6 @@
 """Carries out a fault plan at the points of one process.
 
-with injected(FaultPlan.parse({"faults": [{"kind": "drop", "who": "rank 0", "point": "storage.batch_get_v1"}]})):
+with injected(FaultPlan.parse({"faults": [{"kind": "drop", "who": "rank 0", "point": "storage.load"}]})):
     ...  # the first read from L3 fails
 """
 

@@ -101,7 +101,7 @@ def _flip_bit(view: Any, rng: random.Random) -> None:
 
 
 def _without_last_page(asked: int, answer: Any) -> Any:
-    return [*answer[:-1], False] if answer else answer
+    return min(answer, asked - 1) if answer else answer
 
 
 def _every_page(asked: int, answer: Any) -> Any:
@@ -133,14 +133,14 @@ KINDS = {
     ),
     "short_read": FaultKind(
         "a read brings all of its pages but the last",
-        ("storage.batch_get_v1",),
-        {RANK: "storage.batch_get_v1"},
+        ("storage.load",),
+        {RANK: "storage.load"},
         answer=_without_last_page,
     ),
     "stale_exists": FaultKind(
         "a lookup says yes for every page",
-        ("storage.batch_exists",),
-        {RANK: "storage.batch_exists"},
+        ("storage.lookup",),
+        {RANK: "storage.lookup"},
         answer=_every_page,
     ),
     "partition": FaultKind(

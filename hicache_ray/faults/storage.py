@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hicache_ray.storage.base import HiCacheStorage, HostPages, Slots, StorageExtra, StorageStats
+from hicache_ray.pools.slots import Pages
+from hicache_ray.storage.base import HostPages, PageContext, Storage, StorageStats
 
 
 class Fault(enum.Enum):
@@ -36,18 +37,18 @@ class Fault(enum.Enum):
     """The first page it reads has one byte wrong, and it says all is well."""
 
 
-EXISTS, GET, SET = "batch_exists", "batch_get_v1", "batch_set_v1"
-CALLS = frozenset({EXISTS, GET, SET})
+LOOKUP, LOAD, STORE = "lookup", "load", "store"
+CALLS = frozenset({LOOKUP, LOAD, STORE})
 
 
 class InjectedError(RuntimeError):
     """What `Fault.ERROR` raises."""
 
 
-class FaultyStorage(HiCacheStorage):
+class FaultyStorage(Storage):
     """`backend` with faults. `reached` counts, by method name, the calls that came this far."""
 
-    def __init__(self, backend: HiCacheStorage) -> None:
+    def __init__(self, backend: Storage) -> None:
         super().__init__(backend.config)
         self.backend = backend
         self.host_pool = backend.host_pool
@@ -72,29 +73,27 @@ class FaultyStorage(HiCacheStorage):
             self._fault = None
         self._healed.set()
 
-    def register_mem_pool_host(self, pool: HostPages) -> None:
-        super().register_mem_pool_host(pool)
-        self.backend.register_mem_pool_host(pool)
+    def register_host_pool(self, pool: HostPages) -> None:
+        super().register_host_pool(pool)
+        self.backend.register_host_pool(pool)
 
-    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
-        fault = self._enter(EXISTS)
+    def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
+        fault = self._enter(LOOKUP)
         if fault is Fault.LOST:
             return len(hashes)
-        return self._answer(fault, self.backend.batch_exists(hashes, extra))
+        return self._answer(fault, self.backend.lookup(hashes, context))
 
-    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        fault = self._enter(GET)
+    def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        fault = self._enter(LOAD)
         if fault is Fault.LOST:
-            return [False] * len(hashes)
-        answer = self.backend.batch_get_v1(hashes, host_slots, extra)
-        if fault is Fault.FLIPPED_BYTE and hashes:
-            page = self.host_page_numbers(hashes, host_slots)[0]
-            assert self.host_pool is not None
-            _flip_first_byte(self.host_pool, int(page))
+            return 0
+        answer = self.backend.load(hashes, pages, context)
+        if fault is Fault.FLIPPED_BYTE and len(pages):
+            _flip_first_byte(self.pool_for(hashes, pages), int(pages[0]))
         return self._answer(fault, answer)
 
-    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        return self._answer(self._enter(SET), self.backend.batch_set_v1(hashes, host_slots, extra))
+    def store(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        return self._answer(self._enter(STORE), self.backend.store(hashes, pages, context))
 
     def clear(self, everything: bool = False) -> None:
         self.backend.clear(everything)
@@ -120,14 +119,12 @@ class FaultyStorage(HiCacheStorage):
         return fault
 
     @staticmethod
-    def _answer(fault: Fault | None, answer: Any) -> Any:
+    def _answer(fault: Fault | None, answer: int) -> Any:
         if fault is Fault.NO_ANSWER:
             return None
         if fault is Fault.ZERO_LENGTH:
             return []
-        if fault is Fault.SHORT_READ and isinstance(answer, list):
-            return answer[:-1]
-        return answer
+        return max(0, answer - 1) if fault is Fault.SHORT_READ else answer
 
 
 def _flip_first_byte(pool: HostPages, page: int) -> None:

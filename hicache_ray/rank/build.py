@@ -18,7 +18,7 @@ from hicache_ray.pools.spec import KVSpec
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.prefetch import PrefetchPolicy
 from hicache_ray.rank.transfers import TransferController
-from hicache_ray.storage.base import HiCacheStorage, StorageConfig
+from hicache_ray.storage.base import Storage, StorageConfig
 from hicache_ray.storage.registry import create_backend
 
 
@@ -27,7 +27,7 @@ def build_cache(
     *,
     rank: int = 0,
     storage_options: Mapping[str, Any] | None = None,
-    storage: HiCacheStorage | None = None,
+    storage: Storage | None = None,
     device_pool: DevicePool | None = None,
 ) -> HiRadixCache:
     """One rank of a group, ready to step.
@@ -61,7 +61,7 @@ def build_cache(
     controller = TransferController(pool, host, copies, copy_timeout=config.step_timeout)
     runtime = dict(storage_options or {})
 
-    def make_storage(name: str, options: Mapping[str, Any]) -> HiCacheStorage:
+    def make_storage(name: str, options: Mapping[str, Any]) -> Storage:
         return create_backend(name, storage_config(config, rank, {**options, **runtime} if name == "ray" else options))
 
     cache = HiRadixCache(index, controller, prefetch_policy(config, pool, host), rank=rank, make_storage=make_storage)

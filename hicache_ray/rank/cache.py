@@ -41,7 +41,7 @@ from hicache_ray.rank.step import (
     StepRequest,
 )
 from hicache_ray.rank.transfers import NO_CONSUMER, TransferController
-from hicache_ray.storage.base import HiCacheStorage
+from hicache_ray.storage.base import Storage
 
 logger = logging.getLogger("hicache_ray.rank.cache")
 
@@ -281,7 +281,7 @@ class HiRadixCache:
 
     def attach_storage(
         self,
-        storage: HiCacheStorage,
+        storage: Storage,
         name: str = "",
         *,
         options: Mapping[str, Any] | None = None,

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hicache_ray.pools.slots import slots_of
 from hicache_ray.rank.lanes import Worker
-from hicache_ray.storage.base import HiCacheStorage, HostPages, StorageExtra
+from hicache_ray.storage.base import HostPages, PageContext, Storage
 from hicache_ray.storage.guard import GuardedStorage
 from hicache_ray.storage.registry import BackendError
 
 if TYPE_CHECKING:
     from hicache_ray.index import Backup
+    from hicache_ray.pools.slots import Pages
     from hicache_ray.rank.prefetch import Prefetch
 
 
@@ -45,7 +45,7 @@ class StorageIO:
 
     def __init__(
         self,
-        storage: HiCacheStorage,
+        storage: Storage,
         host_pool: HostPages,
         *,
         pass_prefix_hashes: bool = False,
@@ -63,7 +63,7 @@ class StorageIO:
         self._query_worker = workers("l3-query")
         self._read_worker = workers("l3-read")
         self._write_worker = workers("l3-write")
-        self.storage.register_mem_pool_host(host_pool)
+        self.storage.register_host_pool(host_pool)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -104,12 +104,12 @@ class StorageIO:
 
     def _query(self, prefetch: Prefetch) -> None:
         try:
-            hashes = [page_hash.hex() for page_hash in prefetch.hashes]
+            hashes = prefetch.hashes
             for start, stop in _batches(len(hashes)):
                 if prefetch.cancelled:
                     break
-                hits = self.storage.batch_exists(hashes[start:stop], self._extra(prefetch.prefix_hashes, hashes, start))
-                prefetch.hit_pages = start + min(hits, stop - start)
+                context = self._context(prefetch.prefix_hashes, hashes, start)
+                prefetch.hit_pages = start + self.storage.lookup(hashes[start:stop], context)
                 if prefetch.hit_pages < stop:
                     break
         finally:
@@ -117,20 +117,19 @@ class StorageIO:
 
     def _read(self, prefetch: Prefetch) -> None:
         try:
-            hashes = [page_hash.hex() for page_hash in prefetch.hashes[: len(prefetch.host_pages)]]
-            for start, stop in _batches(len(hashes)):
+            hashes, pages = prefetch.hashes, prefetch.host_pages
+            for start, stop in _batches(len(pages)):
                 if prefetch.cancelled:
                     break
-                extra = self._extra(prefetch.prefix_hashes, hashes, start)
-                slots = slots_of(prefetch.host_pages[start:stop], self.host_pool.page_size)
-                done = _leading(self.storage.batch_get_v1(hashes[start:stop], slots, extra))
+                context = self._context(prefetch.prefix_hashes, hashes, start)
+                done = self.storage.load(hashes[start:stop], pages[start:stop], context)
                 prefetch.completed_pages = start + done
                 self._count("l3_to_l2", done)
                 if done < stop - start:
                     self._count("l3_lost", 1)
                     break
         finally:
-            self._when_returned(prefetch.host_pages, prefetch.end_read)
+            self.storage.when_returned(prefetch.host_pages, prefetch.end_read)
 
     def _backup(self, backup: Backup, ended: _Ended) -> None:
         """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (12, 30).
@@ -141,30 +140,26 @@ class StorageIO:
         first = self._first_unstored(backup.prefix_hashes)
         if first < len(backup.prefix_hashes) and not len(backup.prefix_pages):
             self._remember(backup.hashes, 0)
-            self._when_returned(backup.host_pages, ended.set)
+            self.storage.when_returned(backup.host_pages, ended.set)
             return
         pages = np.concatenate([backup.prefix_pages[first:], backup.host_pages])
         hashes = [*backup.prefix_hashes[first:], *backup.hashes]
         stored = 0
         try:
-            names = [page_hash.hex() for page_hash in hashes]
-            prefix = tuple(page_hash.hex() for page_hash in backup.prefix_hashes[:first])
-            for start, stop in _batches(len(names)):
-                extra = self._extra(prefix, names, start, backup.node.namespace.tenant or "")
-                stored = start + self._store(names[start:stop], pages[start:stop], extra)
+            for start, stop in _batches(len(hashes)):
+                context = self._context(backup.prefix_hashes[:first], hashes, start, backup.node.namespace.tenant or "")
+                stored = start + self._store(hashes[start:stop], pages[start:stop], context)
                 if stored < stop:
                     break
         finally:
             self._remember(hashes, stored)
-            self._when_returned(pages, ended.set)
+            self.storage.when_returned(pages, ended.set)
 
-    def _store(self, hashes: Sequence[str], host_pages: np.ndarray, extra: StorageExtra) -> int:
-        slots = slots_of(host_pages, self.host_pool.page_size)
-        stored = _leading(self.storage.batch_set_v1(hashes, slots, extra))
+    def _store(self, hashes: Sequence[bytes], pages: Pages, context: PageContext) -> int:
+        stored = self.storage.store(hashes, pages, context)
         if stored < len(hashes):
             self._count("l3_backup_retried", len(hashes) - stored)
-            rest = slots[stored * self.host_pool.page_size :]
-            stored += _leading(self.storage.batch_set_v1(hashes[stored:], rest, extra))
+            stored += self.storage.store(hashes[stored:], pages[stored:], context)
         self._count("l2_to_l3", stored)
         return stored
 
@@ -187,13 +182,9 @@ class StorageIO:
         if stored < len(hashes):
             self._count("l3_backup_failed", len(hashes) - stored)
 
-    def _when_returned(self, host_pages: np.ndarray, callback: Callable[[], None]) -> None:
-        """A call that was given up may still touch its pages: they are handed back when it returns."""
-        self.storage.when_returned(slots_of(host_pages, self.host_pool.page_size), callback)
-
-    def _extra(self, prefix: Sequence[str], hashes: Sequence[str], start: int, label: str = "") -> StorageExtra:
+    def _context(self, prefix: Sequence[bytes], hashes: Sequence[bytes], start: int, label: str = "") -> PageContext:
         known = (*prefix, *hashes[:start]) if self.pass_prefix_hashes else ()
-        return StorageExtra(prefix_hashes=known, namespace=label)
+        return PageContext(prefix_hashes=known, namespace=label)
 
     def _count(self, path: str, pages: int) -> None:
         with self._lock:
@@ -216,21 +207,14 @@ def _batches(count: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + BATCH_PAGES, count)
 
 
-def _leading(flags: Sequence[bool]) -> int:
-    for done, ok in enumerate(flags):
-        if not ok:
-            return done
-    return len(flags)
-
-
 KEPT_SECONDS = 600.0
 """How long a backend waits to be used. Whoever asked for it has long given up by then, or died."""
 
-StorageFactory = Callable[[str, Mapping[str, Any]], HiCacheStorage]
+StorageFactory = Callable[[str, Mapping[str, Any]], Storage]
 
 
 class _Waiting(NamedTuple):
-    storage: HiCacheStorage
+    storage: Storage
     name: str
     since: float
 
@@ -264,7 +248,7 @@ class PreparedStores:
         for unused in dropped:
             unused.close()
 
-    def take(self, name: str, options: Mapping[str, Any], ticket: str | None = None) -> HiCacheStorage:
+    def take(self, name: str, options: Mapping[str, Any], ticket: str | None = None) -> Storage:
         """The backend of that ticket, or a new one where none was prepared. BackendError when it can't be had."""
         with self._lock:
             waiting = self._waiting.pop(ticket, None) if ticket is not None else None
@@ -284,12 +268,12 @@ class PreparedStores:
         for waiting in unused:
             waiting.storage.close()
 
-    def _made(self, name: str, options: Mapping[str, Any]) -> HiCacheStorage:
+    def _made(self, name: str, options: Mapping[str, Any]) -> Storage:
         if self._make is None:
             raise BackendError("this rank was assembled without a way to make storage backends")
         try:
             storage = self._make(name, options)
-            storage.register_mem_pool_host(self._host_pool)
+            storage.register_host_pool(self._host_pool)
         except BackendError:
             raise
         except Exception as error:  # a backend raises what it likes, and the rank has to live on

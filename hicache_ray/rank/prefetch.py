@@ -55,7 +55,7 @@ class Prefetch:
     """Depth in pages at which the prefetched pages begin."""
     hashes: tuple[bytes, ...]
     """Hashes of the pages asked for, in order."""
-    prefix_hashes: tuple[str, ...]
+    prefix_hashes: tuple[bytes, ...]
     issued_at: float
     stage: Stage = Stage.QUERYING
     host_pages: np.ndarray = field(default_factory=lambda: NO_PAGES)
@@ -322,11 +322,11 @@ def _last_hash(node: Node) -> bytes:
     return node.hash_value[-1]
 
 
-def _path_hashes(node: Node) -> tuple[str, ...]:
+def _path_hashes(node: Node) -> tuple[bytes, ...]:
     """Hashes of the pages from the root to the end of `node`."""
     parts: list[list[bytes]] = []
     while node.parent is not None:
         assert node.hash_value is not None, "a tree with a store attached carries hashes"
         parts.append(node.hash_value)
         node = node.parent
-    return tuple(page_hash.hex() for part in reversed(parts) for page_hash in part)
+    return tuple(page_hash for part in reversed(parts) for page_hash in part)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hicache_ray.index.catalog import Catalog, Mask, catalog_of, host_pages_by_hash, restored
-from hicache_ray.pools.slots import slots_of
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.l3 import BATCH_PAGES
 
@@ -122,6 +121,4 @@ class Returning:
         io = self.cache.controller.storage_io
         if io is None:
             return 0
-        names = [page_hash.hex() for page_hash in hashes]
-        flags = io.storage.batch_get_v1(names, slots_of(room, self.cache.page_size))
-        return flags.index(False) if False in flags else len(flags)
+        return io.storage.load(hashes, room)

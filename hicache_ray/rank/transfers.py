@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hicache_ray.kernels.base import Transfer
     from hicache_ray.pools.device import DevicePool
     from hicache_ray.pools.host import HostPool
-    from hicache_ray.storage.base import HiCacheStorage
+    from hicache_ray.storage.base import Storage
 
 NO_CONSUMER = -1
 """What `carry_out` returns when no load was begun (case 40)."""
@@ -88,7 +88,7 @@ class TransferController:
         loads = [load for load in transfers if isinstance(load, Load)]
         return self._load(loads) if loads else NO_CONSUMER
 
-    def attach(self, storage: HiCacheStorage, *, pass_prefix_hashes: bool = False) -> None:
+    def attach(self, storage: Storage, *, pass_prefix_hashes: bool = False) -> None:
         """Begin to use a store; RuntimeError while one is attached."""
         if self.storage_io is not None:
             raise RuntimeError("a storage backend is attached: detach it first")

@@ -1,32 +1,29 @@
-"""The interface of an L3 backend: pages in and out of a store that outlives the process, named by their page hash.
+"""The contract of L3: pages into and out of a store that outlives the process, named by their page hashes.
 
-The rule every backend keeps: whatever breaks, the answer is a miss. No method raises because a page is missing,
-broken or unreachable, no wait is longer than `StorageConfig.timeout`, and a page that comes back has the bytes that
-were stored.
-
-A host pool's memory as its parts: the runs of a page, the whole as one span of addresses.
-
-The checksum that goes with a page into a store that keeps none itself.
+The rule every backend keeps: whatever breaks is a miss. A page that is missing, broken or unreachable is never an
+exception, and a page that comes back has the bytes that were stored.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from hicache_ray.hashing import storage_key
+from hicache_ray.pools.slots import Pages
 
 if TYPE_CHECKING:
     from hicache_ray.hashing import ModelIdentity
 
 
 Bytes = npt.NDArray[np.uint8]
-Slots = npt.NDArray[np.int64]
 
 DEFAULT_TIMEOUT_SECONDS = 5.0
 """Bound of one storage call when the configuration names none."""
@@ -53,7 +50,7 @@ class HostPages(Protocol):
         """The pool's memory as a view [pages, ..., segment_bytes]: `segments[p]` is page p, its segments in the order
         of `get_page_buffer_meta`. Only the last axis has to be contiguous. Writing to it writes the pool."""
 
-    def get_page_buffer_meta(self, slots: Slots) -> tuple[list[int], list[int]]:
+    def get_page_buffer_meta(self, slots: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
         """Addresses and sizes (bytes) of the segments of the pages that hold `slots` (case 54); ValueError when
         `slots` is not whole pages."""
 
@@ -77,7 +74,7 @@ class StorageConfig:
 
 
 @dataclass(frozen=True)
-class StorageExtra:
+class PageContext:
     """What a call may know about its pages beyond their hashes.
 
     Attributes:
@@ -86,7 +83,7 @@ class StorageExtra:
             seeded by the namespace.
     """
 
-    prefix_hashes: Sequence[str] = ()
+    prefix_hashes: Sequence[bytes] = ()
     namespace: str = ""
 
 
@@ -141,52 +138,53 @@ class StorageCounters:
             return StorageStats(**self._values)
 
 
-class HiCacheStorage(ABC):
-    """An L3 backend of one rank. Methods named as in SGLang (article 5.8).
+class Storage(ABC):
+    """An L3 backend of one rank. Thread-safe: one query, one read and one write thread call it at the same time.
 
-    Thread-safe: one query, one read and one write thread call it at the same time. `hashes` are bare page hashes
-    (64 hex digits); the backend makes its storage keys from them with `storage_key`. `host_slots` are token slots of
-    the registered host pool, whole pages, one page per hash, in order.
+    `hashes` are page hashes (32 bytes each); the backend makes its keys from them and `config.identity`. `pages` are
+    page numbers of the registered host pool, one per hash. Pages follow each other in a chain, so a page is of use only
+    with those before it: each answer counts leading pages, and ends at the first one that failed (cases 11, 12).
+
+    Attributes:
+        bounded: whether every call ends within `config.timeout` by itself and no call raises for what the store does.
+            Calls of other backends are carried out, and given up, by `GuardedStorage`.
+        host_pool: the registered host pool.
     """
+
+    bounded: ClassVar[bool] = False
 
     def __init__(self, config: StorageConfig) -> None:
         self.config = config
         self.counters = StorageCounters()
         self.host_pool: HostPages | None = None
 
-    def register_mem_pool_host(self, pool: HostPages) -> None:
-        """Attach the host pool that the `_v1` calls read and write. Called once, before any of them; a second call
-        replaces the pool and is only allowed while no call is under way."""
+    def register_host_pool(self, pool: HostPages) -> None:
+        """Attach the host pool that `load` and `store` use. Called once, before any of them; a second call replaces
+        the pool and is only allowed while no call is under way."""
         self.host_pool = pool
 
-    def storage_key(self, page_hash: str) -> str:
-        """The key of a page in this store: the identity's digest joined with the page hash (DESIGN 8)."""
-        from hicache_ray.hashing import storage_key
-
-        return storage_key(self.config.identity.digest, page_hash)
+    @abstractmethod
+    def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
+        """Leading pages that are stored, with all of their parts. No promise: a page may be gone when it is read."""
 
     @abstractmethod
-    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
-        """Number of leading pages that are stored: the answer ends at the first one missing (case 11). A page counts
-        only when all of its parts are there. An answer is no promise: the page may be gone when it is read."""
-
-    @abstractmethod
-    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        """Read pages into the host pool; one flag per page, True when the page holds exactly what was stored. After
-        the first False the rest may be False unread (case 12); a page with False has undefined contents.
+    def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        """Read pages into the host pool; leading pages that now hold exactly what was stored. What is in the pages
+        behind them is undefined.
 
         Raises:
             RuntimeError: no host pool is registered.
-            ValueError: `host_slots` is not one whole page per hash.
+            ValueError: `pages` is not one page of the pool per hash.
         """
 
     @abstractmethod
-    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        """Store pages of the host pool; one flag per page, True when the page is stored, whole, at return. A page whose
-        key exists is a success that moves no bytes. A failed page ends the batch: those after it are False (case 12).
-        The host pages must not change until the call returns. Calling it twice is harmless.
+    def store(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        """Store pages of the host pool; leading pages that are stored, whole, at return. A page whose key exists is
+        stored already and moves no bytes. No page behind a failed one is stored. The host pages must not change until
+        the call returns. Calling it twice is harmless. On a rank that is no writer it stores nothing and answers for
+        all pages.
 
-        Raises: as `batch_get_v1`.
+        Raises: as `load`.
         """
 
     @abstractmethod
@@ -201,32 +199,27 @@ class HiCacheStorage(ABC):
     def close(self) -> None:  # noqa: B027 - a backend without resources has nothing to close
         """Give back what the backend holds; the stored pages stay. Idempotent; no call may follow."""
 
-    def host_page_numbers(self, hashes: Sequence[str], host_slots: Slots) -> Slots:
-        """Page numbers in the host pool, one per hash, from token slots; raises as `batch_get_v1` says."""
+    def storage_key(self, page_hash: bytes) -> str:
+        """A page's key as text: the identity's digest joined with the page hash, in hex digits."""
+        return storage_key(self.config.identity.digest, page_hash.hex())
+
+    def pool_for(self, hashes: Sequence[bytes], pages: Pages) -> HostPages:
+        """The registered host pool, when these are pages of it; raises as `load` says."""
         pool = self.host_pool
         if pool is None:
-            raise RuntimeError(
-                "no host pool is registered: call register_mem_pool_host before reading or writing pages"
-            )
-        size = pool.page_size
-        slots = np.asarray(host_slots, dtype=np.int64)
-        if slots.size != len(hashes) * size:
-            raise ValueError(
-                f"{slots.size} host slots for {len(hashes)} pages of {size} tokens: need {len(hashes) * size}"
-            )
-        first = slots[::size]
-        if np.any(first % size) or np.any(slots.reshape(-1, size) != first[:, None] + np.arange(size)):
-            raise ValueError(
-                f"host slots must be whole pages of {size} consecutive slots that start at a multiple of {size}"
-            )
-        return first // size
+            raise RuntimeError("no host pool is registered: call register_host_pool before loading or storing pages")
+        if len(pages) != len(hashes):
+            raise ValueError(f"{len(pages)} host pages for {len(hashes)} page hashes: give one page per hash")
+        if len(pages) and not (pages.min() >= 0 and pages.max() < pool.pages):
+            raise ValueError(f"host pages {pages.min()} to {pages.max()} of a pool of {pool.pages} pages")
+        return pool
 
 
-class PageStorage(HiCacheStorage):
-    """Base of backends that move one page a call: write `exists`, `get`, `set` and `clear`, the batches follow.
+class PageStorage(Storage):
+    """Base of backends that move one page a call: write `exists`, `get`, `set` and `clear`; the rest follows.
 
-    `key` is a storage key. A page is passed as one contiguous uint8 array, so each page is copied once more than a
-    backend with its own `_v1` methods would.
+    `key` is a storage key. A page is passed as one contiguous uint8 array, so each page is copied once more than in a
+    backend with its own `load` and `store`.
     """
 
     @abstractmethod
@@ -241,54 +234,44 @@ class PageStorage(HiCacheStorage):
     def set(self, key: str, data: Bytes) -> bool:
         """Store `data` ([page_bytes] uint8), visible whole or not at all; an existing key is a success."""
 
-    def batch_get(self, keys: Sequence[str], outs: Sequence[Bytes]) -> list[bool]:
-        """`get` in order up to the first failure; the rest is False."""
-        return _until_first_failure(len(keys), lambda i: self.get(keys[i], outs[i]))
-
-    def batch_set(self, keys: Sequence[str], pages: Sequence[Bytes]) -> list[bool]:
-        """`set` in order up to the first failure; the rest is False."""
-        return _until_first_failure(len(keys), lambda i: self.set(keys[i], pages[i]))
-
-    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
-        hits = 0
-        for page_hash in hashes:
-            if not self.exists(self.storage_key(page_hash)):
-                break
-            hits += 1
+    def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
+        hits = leading(self.exists(self.storage_key(page_hash)) for page_hash in hashes)
         self.counters.add(exists_calls=1, exists_asked=len(hashes), exists_hits=hits)
         return hits
 
-    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        pages = self.host_page_numbers(hashes, host_slots)
-        assert self.host_pool is not None
-        segments, size = self.host_pool.segments, self.host_pool.page_bytes
-        outs = [np.empty(size, dtype=np.uint8) for _ in pages]
-        done = self.batch_get([self.storage_key(page_hash) for page_hash in hashes], outs)
-        for page, out, ok in zip(pages, outs, done, strict=True):
-            if ok:
-                np.copyto(segments[page], out.reshape(segments.shape[1:]))
-        self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=sum(done), get_bytes=size * sum(done))
-        return done
+    def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        pool = self.pool_for(hashes, pages)
+        out, hits = np.empty(pool.page_bytes, dtype=np.uint8), 0
+        for page_hash, page in zip(hashes, pages.tolist(), strict=True):
+            if not self.get(self.storage_key(page_hash), out):
+                break
+            target = pool.segments[page]
+            np.copyto(target, out.reshape(target.shape))
+            hits += 1
+        self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=hits, get_bytes=hits * pool.page_bytes)
+        return hits
 
-    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        pages = self.host_page_numbers(hashes, host_slots)
+    def store(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        pool = self.pool_for(hashes, pages)
         if not self.config.is_writer:
-            return [True] * len(hashes)
-        assert self.host_pool is not None
-        segments, size = self.host_pool.segments, self.host_pool.page_bytes
-        data = [np.ascontiguousarray(segments[page]).reshape(-1) for page in pages]
-        done = self.batch_set([self.storage_key(page_hash) for page_hash in hashes], data)
-        self.counters.add(set_calls=1, set_asked=len(hashes), set_stored=sum(done), set_bytes=size * sum(done))
-        return done
+            return len(hashes)
+        stored = 0
+        for page_hash, page in zip(hashes, pages.tolist(), strict=True):
+            if not self.set(self.storage_key(page_hash), np.ascontiguousarray(pool.segments[page]).reshape(-1)):
+                break
+            stored += 1
+        self.counters.add(set_calls=1, set_asked=len(hashes), set_stored=stored, set_bytes=stored * pool.page_bytes)
+        return stored
 
 
-def _until_first_failure(count: int, step: Callable[[int], bool]) -> list[bool]:
-    done = [False] * count
-    for i in range(count):
-        if not step(i):
+def leading(flags: Iterable[bool]) -> int:
+    """How many flags are set before the first one that is not; what follows is not asked for."""
+    count = 0
+    for flag in flags:
+        if not flag:
             break
-        done[i] = True
-    return done
+        count += 1
+    return count
 
 
 class Span(NamedTuple):

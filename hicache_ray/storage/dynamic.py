@@ -1,6 +1,6 @@
 """Backends of other packages, named by module and class in the options, as SGLang's `dynamic` backend does.
 
-A class is either one of ours (a subclass of `HiCacheStorage` or `PageStorage`, made from a StorageConfig) or one
+A class is either one of ours (a subclass of `Storage` or `PageStorage`, made from a StorageConfig) or one
 written for SGLang (made as `cls(storage_config, {})`, reached through `SGLangClassStorage`).
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hicache_ray.storage.base import HiCacheStorage, StorageConfig
+from hicache_ray.storage.base import Storage, StorageConfig
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.storage.sglang.storage import SGLangClassStorage
 
 REQUIRED_OPTIONS = ("backend_name", "module_path", "class_name")
 
 
-def make_dynamic_storage(config: StorageConfig) -> HiCacheStorage:
+def make_dynamic_storage(config: StorageConfig) -> Storage:
     """Make the backend that `module_path` and `class_name` of the options name.
 
     Raises:
@@ -31,7 +31,7 @@ def make_dynamic_storage(config: StorageConfig) -> HiCacheStorage:
     name, path, class_name = (str(config.extra[option]) for option in REQUIRED_OPTIONS)
     found = _load(name, path, class_name)
     try:
-        if issubclass(found, HiCacheStorage):
+        if issubclass(found, Storage):
             return found(config)
         return SGLangClassStorage(config, found)
     except BackendError:

@@ -92,23 +92,23 @@ class MemoryStorage(PageStorage):
 
     def __init__(self, config: StorageConfig) -> None:
         super().__init__(config)
-        self.store = open_store(str(config.extra.get("store", "default")), config.extra.get("capacity_bytes"))
+        self.pages = open_store(str(config.extra.get("store", "default")), config.extra.get("capacity_bytes"))
 
     def exists(self, key: str) -> bool:
-        return key in self.store
+        return key in self.pages
 
     def get(self, key: str, out: Bytes) -> bool:
-        page = self.store.get(key)
+        page = self.pages.get(key)
         if page is None or page.size != out.size:
             return False
         np.copyto(out, page)
         return True
 
     def set(self, key: str, data: Bytes) -> bool:
-        return self.store.set(key, data)
+        return self.pages.set(key, data)
 
     def clear(self, everything: bool = False) -> None:
-        self.store.clear("" if everything else self.storage_key(""))
+        self.pages.clear("" if everything else self.storage_key(b""))
 
 
 register_backend(BACKEND, MemoryStorage)

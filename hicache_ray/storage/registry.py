@@ -18,7 +18,7 @@ import importlib
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from hicache_ray.storage.base import HiCacheStorage, StorageConfig
+from hicache_ray.storage.base import Storage, StorageConfig
 
 
 class BackendError(ValueError):
@@ -26,7 +26,7 @@ class BackendError(ValueError):
 
 
 class _Entry(NamedTuple):
-    target: str | type[HiCacheStorage]
+    target: str | type[Storage]
     extra: str | None
     """Name of the optional dependency group of this package that the backend needs."""
 
@@ -39,13 +39,13 @@ _backends: dict[str, _Entry] = {
 }
 
 
-def register_backend(name: str, target: str | type[HiCacheStorage], *, extra: str | None = None) -> None:
+def register_backend(name: str, target: str | type[Storage], *, extra: str | None = None) -> None:
     """Make a backend known under a name.
 
     Args:
         name: what `hicache_storage_backend` will say.
-        target: a subclass of HiCacheStorage whose constructor takes a StorageConfig, or "module:Name" of one or of a
-            function StorageConfig -> HiCacheStorage, imported when first used.
+        target: a subclass of Storage whose constructor takes a StorageConfig, or "module:Name" of one or of a
+            function StorageConfig -> Storage, imported when first used.
         extra: the optional dependency group to name when the import fails for want of a package.
 
     Raises:
@@ -66,12 +66,12 @@ def backend_names() -> list[str]:
     return sorted(_backends)
 
 
-def create_backend(name: str, config: StorageConfig) -> HiCacheStorage:
+def create_backend(name: str, config: StorageConfig) -> Storage:
     """Make the backend of that name.
 
     Raises:
         BackendError: unknown name (the text lists the known ones), or its module can't be imported (the text names the
-            extra to install, where there is one), or what it gave is no HiCacheStorage.
+            extra to install, where there is one), or what it gave is no Storage.
     """
     entry = _backends.get(name)
     if entry is None:
@@ -83,8 +83,8 @@ def create_backend(name: str, config: StorageConfig) -> HiCacheStorage:
     except ImportError as error:
         hint = f"; install it with: pip install 'hicache-ray[{entry.extra}]'" if entry.extra else ""
         raise BackendError(f"storage backend {name!r} can't be imported: {error}{hint}") from error
-    if not isinstance(backend, HiCacheStorage):
-        raise BackendError(f"storage backend {name!r} gave a {type(backend).__name__}, which is no HiCacheStorage")
+    if not isinstance(backend, Storage):
+        raise BackendError(f"storage backend {name!r} gave a {type(backend).__name__}, which is no Storage")
     return backend
 
 

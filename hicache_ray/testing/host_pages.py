@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from hicache_ray.storage.base import Bytes, Slots
+from hicache_ray.pools.slots import Pages
+from hicache_ray.storage.base import Bytes
 
 LAYOUTS = {
     "mha": ("layer_first", "page_first", "page_first_direct", "page_head"),
@@ -77,7 +79,7 @@ class NumpyHostPages:
             return self.buffer.reshape(parts, self.shape.layers, self.pages, size).transpose(2, 1, 0, 3)
         return self.buffer.reshape(parts, self.pages, size).transpose(1, 0, 2)
 
-    def get_page_buffer_meta(self, slots: Slots) -> tuple[list[int], list[int]]:
+    def get_page_buffer_meta(self, slots: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
         """Addresses and sizes of the segments of the pages of `slots` (case 54); ValueError for part of a page."""
         first = np.asarray(slots, dtype=np.int64)[:: self.page_size]
         if len(slots) % self.page_size or np.any(first % self.page_size):
@@ -89,7 +91,7 @@ class NumpyHostPages:
         addresses = np.add.outer(base + first // self.page_size * strides[0], within.reshape(-1))
         return addresses.reshape(-1).tolist(), [self.shape.segment_bytes] * addresses.size
 
-    def slots(self, pages: Slots | Sequence[int]) -> Slots:
+    def slots(self, pages: Pages | Sequence[int]) -> npt.NDArray[np.int64]:
         """Token slots [len(pages) * page_size] of page numbers."""
         return (np.asarray(pages, dtype=np.int64)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
@@ -101,7 +103,7 @@ class NumpyHostPages:
         """Fill a page with `data` [page_bytes]."""
         np.copyto(self.segments[page], data.reshape(self.segments.shape[1:]))
 
-    def fill(self, pages: Slots | Sequence[int], seed: int) -> None:
+    def fill(self, pages: Pages | Sequence[int], seed: int) -> None:
         """Seeded random bytes, other ones for every page and seed."""
         for page in np.asarray(pages).tolist():
             rng = np.random.default_rng((seed, page))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.base import HiCacheStorage, StorageConfig
+from hicache_ray.storage.base import Storage, StorageConfig
 from hicache_ray.storage.registry import create_backend, load_object
 
 
@@ -39,9 +39,7 @@ class StorageSubject:
 
     clears_all = ""
 
-    def __init__(
-        self, backend: str | type[HiCacheStorage], extra: Mapping[str, Any] | None = None, label: str = ""
-    ) -> None:
+    def __init__(self, backend: str | type[Storage], extra: Mapping[str, Any] | None = None, label: str = "") -> None:
         """Test `backend` with the options `extra`.
 
         Args:
@@ -71,27 +69,27 @@ class StorageSubject:
 
     def make(
         self, folder: Path, identity: ModelIdentity, *, timeout: float = 30.0, is_writer: bool = True, **more: Any
-    ) -> HiCacheStorage:
+    ) -> Storage:
         """A backend on the store; `more` are options beside those of `extra`."""
         config = StorageConfig(identity, {**self.extra(folder), **more}, timeout, is_writer)
         if not isinstance(self.backend, str):
             return self.backend(config)
         if ":" in self.backend:
             backend = load_object(self.backend)(config)
-            assert isinstance(backend, HiCacheStorage)
+            assert isinstance(backend, Storage)
             return backend
         return create_backend(self.backend, config)
 
-    def close(self, storage: HiCacheStorage) -> None:
+    def close(self, storage: Storage) -> None:
         """Close a backend at the end of a test."""
         storage.close()
 
-    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[HiCacheStorage, int]:
+    def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[Storage, int]:
         """A backend on an empty store that holds about 16 pages of `page_bytes`, or as few as it can; and how many it
         holds at most."""
         raise Unsupported("the store has no capacity that a test could set")
 
-    def damage(self, damage: Damage, storage: HiCacheStorage, page_hash: str, folder: Path) -> None:
+    def damage(self, damage: Damage, storage: Storage, page_hash: bytes, folder: Path) -> None:
         """Damage the stored page behind the backend's back."""
         raise Unsupported("the store can't be damaged from outside")
 

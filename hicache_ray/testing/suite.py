@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ray.storage.base import HiCacheStorage
+from hicache_ray.storage.base import Storage
 from hicache_ray.testing.subject import StorageSubject
 
 # Before the imports, so that their assertions say what they compared.
@@ -32,7 +32,7 @@ class StorageSuite(OutageTests, DamageTests, FaultTests, ConcurrencyTests, KeyTe
 
 
 def storage_suite(
-    backend: str | type[HiCacheStorage] | StorageSubject, extra: Mapping[str, Any] | None = None
+    backend: str | type[Storage] | StorageSubject, extra: Mapping[str, Any] | None = None
 ) -> type[SuiteBase]:
     """The suite for a backend, to be bound to a name that begins with Test.
 

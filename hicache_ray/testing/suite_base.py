@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import pytest
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.base import HiCacheStorage
+from hicache_ray.storage.base import Storage
 from hicache_ray.testing.host_pages import LAYOUTS, NumpyHostPages, PageShape
 from hicache_ray.testing.subject import StorageSubject, Unsupported
 from hicache_ray.testing.suite_table import SuiteTable
@@ -52,9 +52,9 @@ def identity_of(shape: PageShape, **changes: Any) -> ModelIdentity:
     return ModelIdentity(**{**values, **changes})
 
 
-def page_names(count: int, seed: int = 0) -> list[str]:
+def page_names(count: int, seed: int = 0) -> list[bytes]:
     """`count` page hashes."""
-    return [hashlib.sha256(f"{seed} {position}".encode()).hexdigest() for position in range(count)]
+    return [hashlib.sha256(f"{seed} {position}".encode()).digest() for position in range(count)]
 
 
 class MakeStorage(Protocol):
@@ -68,7 +68,7 @@ class MakeStorage(Protocol):
         identity: ModelIdentity | None = ...,
         pool: NumpyHostPages | None = ...,
         **options: Any,
-    ) -> tuple[HiCacheStorage, NumpyHostPages]: ...
+    ) -> tuple[Storage, NumpyHostPages]: ...
 
 
 class SuiteBase:
@@ -92,7 +92,7 @@ class SuiteBase:
     @pytest.fixture
     def make(self, subject: StorageSubject, tmp_path: Path) -> Iterator[MakeStorage]:
         """Makes backends on the emptied store."""
-        made: list[HiCacheStorage] = []
+        made: list[Storage] = []
         subject.empty(tmp_path)
 
         def make_storage(
@@ -102,11 +102,11 @@ class SuiteBase:
             identity: ModelIdentity | None = None,
             pool: NumpyHostPages | None = None,
             **options: Any,
-        ) -> tuple[HiCacheStorage, NumpyHostPages]:
+        ) -> tuple[Storage, NumpyHostPages]:
             storage = subject.make(tmp_path, identity or identity_of(shape), **options)
             made.append(storage)
             pool = pool or NumpyHostPages(pages, shape)
-            storage.register_mem_pool_host(pool)
+            storage.register_host_pool(pool)
             return storage, pool
 
         yield make_storage

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hicache_ray.faults.storage import CALLS, EXISTS, GET, SET, Fault, FaultyStorage
-from hicache_ray.storage.base import HiCacheStorage
+from hicache_ray.faults.storage import CALLS, LOAD, LOOKUP, STORE, Fault, FaultyStorage
+from hicache_ray.storage.base import Storage
 from hicache_ray.storage.guard import ERRORS_IN_A_ROW, MAX_GIVEN_UP, READ, WRITE, GuardedStorage
 from hicache_ray.testing.host_pages import NumpyHostPages
 from hicache_ray.testing.subject import Damage, StorageSubject, Unsupported
@@ -46,14 +46,14 @@ class ManualClock:
 class Guarded:
     """Four stored pages, behind faults, behind the guard."""
 
-    def __init__(self, storage: HiCacheStorage, pool: NumpyHostPages) -> None:
+    def __init__(self, storage: Storage, pool: NumpyHostPages) -> None:
         self.pool = pool
         self.clock = ManualClock()
         self.faulty = FaultyStorage(storage)
         self.guard = GuardedStorage(self.faulty, clock=self.clock)
-        self.source, self.target = pool.slots(np.arange(COUNT)), pool.slots(np.arange(COUNT, 2 * COUNT))
+        self.source, self.target = np.arange(COUNT), np.arange(COUNT, 2 * COUNT)
         pool.fill(np.arange(COUNT), 1)
-        assert self.guard.batch_set_v1(NAMES, self.source) == [True] * COUNT
+        assert self.guard.store(NAMES, self.source) == COUNT
 
     def inject(self, fault: Fault, *names: str, delay: float = 0.0) -> None:
         """Make these calls fail, all when none is named; the deadline is short where they hang."""
@@ -62,24 +62,22 @@ class Guarded:
 
     def call(self, name: str) -> bool:
         """Make a call that succeeds where nothing is wrong; whether it did, entirely. A miss must look like one."""
-        if name == EXISTS:
-            hits = self.guard.batch_exists(NAMES)
-            assert 0 <= hits <= COUNT
-            return hits == COUNT
-        if name == SET:
-            flags = self.guard.batch_set_v1(NAMES, self.source)
-        else:
-            flags = self.guard.batch_get_v1(NAMES, self.target)
-        assert len(flags) == COUNT and all(isinstance(flag, bool) for flag in flags)
-        return all(flags)
+        ask: dict[str, Callable[[], int]] = {
+            LOOKUP: lambda: self.guard.lookup(NAMES),
+            LOAD: lambda: self.guard.load(NAMES, self.target),
+            STORE: lambda: self.guard.store(NAMES, self.source),
+        }
+        count = ask[name]()
+        assert isinstance(count, int) and 0 <= count <= COUNT
+        return count == COUNT
 
     def assert_well(self) -> None:
         """Everything works, and nothing was left behind."""
         self.clock.now += 60
         self.guard.timeout = LONG_SECONDS
         eventually(lambda: self.guard.given_up == 0, "a call that was given up has not returned")
-        assert self.guard.held_slots.size == 0
-        assert all(self.call(name) for name in (SET, EXISTS, GET))
+        assert self.guard.held_pages.size == 0
+        assert all(self.call(name) for name in (STORE, LOOKUP, LOAD))
         for page in range(COUNT):
             assert np.array_equal(self.pool.read(page), self.pool.read(page + COUNT))
         assert not any(breaker.is_open for breaker in self.guard.breakers.values())
@@ -95,37 +93,35 @@ class FaultTests(SuiteBase):
         yield guarded
         guarded.faulty.heal()
 
-    @pytest.mark.parametrize("name", [EXISTS, GET, SET])
+    @pytest.mark.parametrize("name", [LOOKUP, LOAD, STORE])
     @pytest.mark.parametrize("fault", MISSES, ids=lambda fault: fault.name.lower())
     def test_fault_is_a_miss(self, guarded: Guarded, fault: Fault, name: str) -> None:
         guarded.inject(fault, name)
         missed = not guarded.call(name)
-        if fault in (Fault.SHORT_READ, Fault.ZERO_LENGTH) and name == EXISTS:
-            assert isinstance(missed, bool)
-        elif fault is Fault.LOST:
-            assert missed == (name == GET)
+        if fault is Fault.LOST:
+            assert missed == (name == LOAD)
         else:
             assert missed, f"{fault.value} of {name} went unnoticed"
         guarded.faulty.heal()
         guarded.assert_well()
 
-    @pytest.mark.parametrize("name", [EXISTS, GET, SET])
+    @pytest.mark.parametrize("name", [LOOKUP, LOAD, STORE])
     def test_slow_is_no_miss_before_the_deadline(self, guarded: Guarded, name: str) -> None:
         guarded.inject(Fault.SLOW, name, delay=0.05)
         assert guarded.call(name)
         guarded.assert_well()
 
-    @pytest.mark.parametrize("name", [GET, SET])
+    @pytest.mark.parametrize("name", [LOAD, STORE])
     def test_a_call_given_up_keeps_its_host_pages(self, guarded: Guarded, name: str) -> None:
-        slots = guarded.target if name == GET else guarded.source
+        pages = guarded.target if name == LOAD else guarded.source
         free = threading.Event()
         guarded.inject(Fault.HANG, name)
         assert not guarded.call(name)
-        guarded.guard.when_returned(slots, free.set)
-        assert np.array_equal(guarded.guard.held_slots, slots)
+        guarded.guard.when_returned(pages, free.set)
+        assert np.array_equal(guarded.guard.held_pages, pages)
         assert not free.is_set(), "the pages were given back while the call may still touch them"
         others = threading.Event()
-        guarded.guard.when_returned(guarded.source if name == GET else guarded.target, others.set)
+        guarded.guard.when_returned(guarded.source if name == LOAD else guarded.target, others.set)
         assert others.is_set(), "pages of no call were held"
         guarded.faulty.heal()
         assert free.wait(LONG_SECONDS)
@@ -135,7 +131,7 @@ class FaultTests(SuiteBase):
     def test_breaker_opens_and_closes(self, guarded: Guarded, kind: str) -> None:
         """After failures in a row calls are refused unasked; then one asks, and its success ends it. The other kind
         goes on meanwhile."""
-        name, other = (GET, SET) if kind == READ else (SET, GET)
+        name, other = (LOAD, STORE) if kind == READ else (STORE, LOAD)
         guarded.inject(Fault.ERROR, name)
         assert not any(guarded.call(name) for _ in range(ERRORS_IN_A_ROW))
         reached = guarded.faulty.reached[name]
@@ -166,7 +162,7 @@ class FaultTests(SuiteBase):
         """Calls of all kinds that hang, as often as the breakers let one through; then they go on."""
         guarded.inject(Fault.HANG)
         for _ in range(times):
-            assert not any(guarded.call(name) for name in (EXISTS, GET, SET))
+            assert not any(guarded.call(name) for name in (LOAD, LOOKUP, STORE))
             guarded.clock.now += 60
         guarded.faulty.heal()
         eventually(lambda: guarded.guard.given_up == 0, "a call that was given up has not returned")
@@ -186,8 +182,7 @@ class DamageTests(SuiteBase):
             subject.damage(damage, storage, NAMES[2], tmp_path)
         except Unsupported as reason:
             pytest.skip(str(reason))
-        flags = guarded.guard.batch_get_v1(NAMES, guarded.target)
-        assert flags[:3] == [True, True, False], f"a page damaged by {damage.value} was taken for good"
+        assert guarded.guard.load(NAMES, guarded.target) == 2, f"a page damaged by {damage.value} was taken for good"
         assert all(np.array_equal(pool.read(page), pool.read(page + COUNT)) for page in range(2))
         corrupt = guarded.guard.get_stats().corrupt
         assert corrupt == 1 if damage in (Damage.FLIPPED_BYTE, Damage.ANOTHER_PAGE) else corrupt <= 1
@@ -215,9 +210,9 @@ class OutageTests(SuiteBase):
             pytest.skip(str(reason))
         try:
             for _ in range(3):
-                assert guarded.guard.batch_exists(UNSTORED) == 0
-                assert guarded.guard.batch_get_v1(UNSTORED, guarded.target) == [False] * COUNT
-                assert guarded.guard.batch_set_v1(UNSTORED, guarded.source) == [False] * COUNT
+                assert guarded.guard.lookup(UNSTORED) == 0
+                assert guarded.guard.load(UNSTORED, guarded.target) == 0
+                assert guarded.guard.store(UNSTORED, guarded.source) == 0
                 guarded.clock.now += 60
         finally:
             end(tmp_path)
@@ -229,15 +224,15 @@ class OutageTests(SuiteBase):
 
         def works() -> bool:
             guarded.clock.now += 60
-            stored = guarded.guard.batch_set_v1(UNSTORED, guarded.source)
-            read = guarded.guard.batch_get_v1(UNSTORED, guarded.target)
-            return all(stored) and all(read)
+            stored = guarded.guard.store(UNSTORED, guarded.source)
+            read = guarded.guard.load(UNSTORED, guarded.target)
+            return stored == read == COUNT
 
         eventually(works, "the store came back and is not used again", seconds=LONG_SECONDS)
         for page in range(COUNT):
             assert np.array_equal(guarded.pool.read(page), guarded.pool.read(page + COUNT))
         eventually(lambda: guarded.guard.given_up == 0, "a call that was given up has not returned")
-        assert guarded.guard.held_slots.size == 0
+        assert guarded.guard.held_pages.size == 0
 
 
 def open_files() -> int:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ import numpy as np
 
 from hicache_ray import faultpoints
 from hicache_ray.hashing import sglang_file_key
-from hicache_ray.storage.base import HiCacheStorage, Slots, StorageConfig, StorageExtra, page_rows
+from hicache_ray.pools.slots import Pages
+from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading, page_rows
 from hicache_ray.storage.file.format import PageFile, PageRead, file_bytes, read_page_file, write_page_file
 from hicache_ray.storage.file.space import FileSpace, SpaceLimits
 from hicache_ray.storage.file.task_pool import TaskPool
@@ -74,7 +75,7 @@ class FileOptions(NamedTuple):
         )
 
 
-class FileStorage(HiCacheStorage):
+class FileStorage(Storage):
     """L3 in a folder. Any number of ranks, instances and processes may use one folder at a time.
 
     Raises:
@@ -100,52 +101,48 @@ class FileStorage(HiCacheStorage):
         self._serial_lock = threading.Lock()
         self._closed = False
 
-    def file_name(self, page_hash: str) -> str:
+    def file_name(self, page_hash: bytes) -> str:
         """Name of a page's file, relative to the folder."""
+        name = page_hash.hex()
         if self.options.key_style == "sglang":
-            return f"{sglang_file_key(page_hash, self.config.identity)}.bin"
-        return f"{self.config.identity.digest}/{page_hash[:2]}/{page_hash}.page"
+            return f"{sglang_file_key(name, self.config.identity)}.bin"
+        return f"{self.config.identity.digest}/{name[:2]}/{name}.page"
 
-    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
-        hits = 0
-        for page_hash in hashes:
-            if not self._is_whole(self._path(self.file_name(page_hash))):
-                break
-            hits += 1
+    def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
+        hits = leading(self._is_whole(self._path(self.file_name(page_hash))) for page_hash in hashes)
         self.counters.add(exists_calls=1, exists_asked=len(hashes), exists_hits=hits)
         return hits
 
-    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        pages = self._page_files(hashes, host_slots)
+    def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        files = self._page_files(hashes, pages)
         began = time.perf_counter()
-        done = self._read(pages)
-        size = sum(page.page_bytes for page, ok in zip(pages, done, strict=True) if ok)
-        seconds = time.perf_counter() - began
-        self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=sum(done), get_bytes=size, get_seconds=seconds)
-        return done
+        hits = self._read(files)
+        size, seconds = sum(file.page_bytes for file in files[:hits]), time.perf_counter() - began
+        self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=hits, get_bytes=size, get_seconds=seconds)
+        return hits
 
-    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        pages = self._page_files(hashes, host_slots)
+    def store(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        files = self._page_files(hashes, pages)
         if not self.config.is_writer:
-            return [True] * len(hashes)
+            return len(hashes)
         began = time.perf_counter()
-        missing = [page for page in pages if not self._is_whole(page.path)]
-        stored = self._write(missing)
-        failed = {page.path for page in missing[stored:]}
-        done = _up_to_first(page.path not in failed for page in pages)
+        missing = [position for position, file in enumerate(files) if not self._is_whole(file.path)]
+        new = [files[position] for position in missing]
+        stored = self._write(new)
+        done = missing[stored] if stored < len(missing) else len(files)
         self.counters.add(
             set_calls=1,
             set_asked=len(hashes),
             set_stored=stored,
-            set_existing=sum(done) - stored,
-            set_bytes=sum(page.page_bytes for page in missing[:stored]),
+            set_existing=done - stored,
+            set_bytes=sum(file.page_bytes for file in new[:stored]),
             set_seconds=time.perf_counter() - began,
         )
         return done
 
     def clear(self, everything: bool = False) -> None:
         """Drop the pages of this backend's identity; with `everything` those of all models and ranks."""
-        own = self.file_name("")
+        own = self.file_name(b"")
         for name in self.space.names():
             if everything or self._is_own(name, own):
                 self.space.forget(name)
@@ -179,19 +176,18 @@ class FileStorage(HiCacheStorage):
             return size > 0
         return size == file_bytes(self.host_pool.page_bytes, self.options.key_style == "full")
 
-    def _page_files(self, hashes: Sequence[str], host_slots: Slots) -> list[PageFile]:
-        numbers = self.host_page_numbers(hashes, host_slots)
-        assert self.host_pool is not None
-        segments, framed = self.host_pool.segments, self.options.key_style == "full"
+    def _page_files(self, hashes: Sequence[bytes], pages: Pages) -> list[PageFile]:
+        segments, framed = self.pool_for(hashes, pages).segments, self.options.key_style == "full"
         files = []
-        for page_hash, number in zip(hashes, numbers.tolist(), strict=True):
-            rows = page_rows(segments, number)
+        for page_hash, page in zip(hashes, pages.tolist(), strict=True):
+            rows = page_rows(segments, page)
             if not framed and self.config.identity.attention == "mha" and len(rows) > 2:
                 rows = rows[0::2] + rows[1::2]  # SGLang's files hold all K, then all V.
             files.append(PageFile(self._path(self.file_name(page_hash)), self.storage_key(page_hash), rows, framed))
         return files
 
-    def _read(self, pages: Sequence[PageFile]) -> list[bool]:
+    def _read(self, pages: Sequence[PageFile]) -> int:
+        """Read pages in parallel; how many came whole, from the first on."""
         stamps = self.space.stamps(len(pages))
         first_failure = len(pages)
 
@@ -204,10 +200,9 @@ class FileStorage(HiCacheStorage):
                 first_failure = min(first_failure, index)
             return ok
 
-        done = _up_to_first(self._pool.map(read, range(len(pages))))
-        hits = sum(done)
+        hits = leading(self._pool.map(read, range(len(pages))))
         self.space.used([self._name(page.path) for page in pages[:hits]], stamps[:hits])
-        return done
+        return hits
 
     def _read_one(self, page: PageFile, stamp: int) -> bool:
         try:
@@ -290,15 +285,6 @@ class FileStorage(HiCacheStorage):
         self.counters.add(errors=1)
         if self.counters.snapshot().errors == 1:
             logger.warning("can't %s %s: %s; this is a miss, further errors are only counted", what, path, error)
-
-
-def _up_to_first(flags: Iterable[bool]) -> list[bool]:
-    """The flags, all False after the first False."""
-    going, done = True, []
-    for flag in flags:
-        going = going and flag
-        done.append(going)
-    return done
 
 
 def _remove_quietly(path: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import Span
-from hicache_ray.storage.guard import Breaker
+from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.mooncake.options import MooncakeOptions
 from hicache_ray.storage.registry import BackendError
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from hicache_ray.hashing import ModelIdentity, sglang_mooncake_keys, storage_key
-from hicache_ray.storage.base import CHECKSUM_BYTES, HostPages, Slots, Span, memory_span, page_checksum, page_rows
+from hicache_ray.pools.slots import Pages, slots_of
+from hicache_ray.storage.base import CHECKSUM_BYTES, HostPages, Span, memory_span, page_checksum, page_rows
 from hicache_ray.storage.registry import BackendError
 
 NO_SPACE = -200
@@ -77,7 +78,7 @@ class ObjectStyle(Protocol):
 
     last_code: int
 
-    def keys(self, page_hash: str) -> list[str]:
+    def keys(self, page_hash: bytes) -> list[str]:
         """The objects of a page."""
 
     def pattern(self) -> str:
@@ -92,10 +93,10 @@ class ObjectStyle(Protocol):
     def batches(self, count: int, pool: HostPages) -> Iterator[tuple[int, int]]:
         """Bounds of the calls that `count` pages take."""
 
-    def read(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+    def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
         """Read pages into the pool."""
 
-    def write(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+    def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
         """Store pages of the pool."""
 
 
@@ -110,9 +111,9 @@ class FullObjects:
         self._free = list(range(MAX_BATCHES))
         self._lock = threading.Lock()
 
-    def keys(self, page_hash: str) -> list[str]:
+    def keys(self, page_hash: bytes) -> list[str]:
         """See ObjectStyle."""
-        return [self._tag + storage_key(self._digest, page_hash)]
+        return [self._tag + storage_key(self._digest, page_hash.hex())]
 
     def pattern(self) -> str:
         """See ObjectStyle."""
@@ -129,7 +130,7 @@ class FullObjects:
         """See ObjectStyle."""
         return _batches(count, int(np.prod(pool.segments.shape[1:-1])) + 1)
 
-    def read(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+    def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
         """See ObjectStyle; a page whose checksum does not fit is CORRUPT."""
         keys = [self.keys(page_hash)[0] for page_hash in hashes]
         row = self._take()
@@ -148,7 +149,7 @@ class FullObjects:
         finally:
             self._give_back(row)
 
-    def write(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+    def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
         """See ObjectStyle."""
         keys = [self.keys(page_hash)[0] for page_hash in hashes]
         row = self._take()
@@ -161,9 +162,8 @@ class FullObjects:
         finally:
             self._give_back(row)
 
-    def _pieces(self, pages: Slots, pool: HostPages, row: int) -> tuple[list[list[int]], list[list[int]]]:
-        size = pool.page_size
-        pointers, lengths = pool.get_page_buffer_meta((pages[:, None] * size + np.arange(size)).reshape(-1))
+    def _pieces(self, pages: Pages, pool: HostPages, row: int) -> tuple[list[list[int]], list[list[int]]]:
+        pointers, lengths = pool.get_page_buffer_meta(slots_of(pages, pool.page_size))
         step = len(pointers) // len(pages)
         first, width = self._sums[row].ctypes.data, CHECKSUM_BYTES
         starts = range(0, len(pointers), step)
@@ -200,14 +200,14 @@ class SGLangObjects:
         self._tag = tag
         self._parts = 1 if identity.attention == "mla" else 2
 
-    def keys(self, page_hash: str) -> list[str]:
+    def keys(self, page_hash: bytes) -> list[str]:
         """See ObjectStyle."""
-        return sglang_mooncake_keys([page_hash], self._identity, tag=self._tag)
+        return sglang_mooncake_keys([page_hash.hex()], self._identity, tag=self._tag)
 
     def pattern(self) -> str:
         """See ObjectStyle."""
-        mark = "0" * 64
-        suffixes = [re.escape(key).replace(mark, "[0-9a-f]{64}") for key in self.keys(mark)]
+        mark = bytes(32)
+        suffixes = [re.escape(key).replace(mark.hex(), "[0-9a-f]{64}") for key in self.keys(mark)]
         return f"^({'|'.join(suffixes)})$"
 
     def spans(self) -> dict[str, Span]:
@@ -227,21 +227,20 @@ class SGLangObjects:
         """See ObjectStyle."""
         return _batches(count, self._parts)
 
-    def read(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+    def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
         """See ObjectStyle."""
         keys, pointers, sizes = self._pieces(hashes, pages, pool)
         codes = store.batch_get_into(keys, pointers, sizes)
         return self._folded(codes, [read_answer(code, size) for code, size in zip(codes, sizes, strict=True)])
 
-    def write(self, store: Any, hashes: Sequence[str], pages: Slots, pool: HostPages) -> list[Answer]:
+    def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
         """See ObjectStyle."""
         codes = store.batch_put_from(*self._pieces(hashes, pages, pool))
         return self._folded(codes, [write_answer(code) for code in codes])
 
-    def _pieces(self, hashes: Sequence[str], pages: Slots, pool: HostPages) -> tuple[list[str], list[int], list[int]]:
-        size = pool.page_size
-        pointers, sizes = pool.get_page_buffer_meta((pages[:, None] * size + np.arange(size)).reshape(-1))
-        return sglang_mooncake_keys(hashes, self._identity, tag=self._tag), pointers, sizes
+    def _pieces(self, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> tuple[list[str], list[int], list[int]]:
+        pointers, sizes = pool.get_page_buffer_meta(slots_of(pages, pool.page_size))
+        return [key for page_hash in hashes for key in self.keys(page_hash)], pointers, sizes
 
     def _folded(self, codes: Sequence[int], answers: Sequence[Answer]) -> list[Answer]:
         """A page is what the first of its components is that is not OK (case 12)."""

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hicache_ray.storage.base import HiCacheStorage, HostPages, Slots, StorageConfig, StorageExtra, memory_span
+from hicache_ray.pools.slots import Pages
+from hicache_ray.storage.base import HostPages, PageContext, Storage, StorageConfig, leading, memory_span
 from hicache_ray.storage.mooncake.client import MooncakeConnection, StoreAway
 from hicache_ray.storage.mooncake.objects import Answer, FullObjects, ObjectStyle, SGLangObjects
 from hicache_ray.storage.mooncake.options import MooncakeOptions
@@ -20,7 +21,7 @@ from hicache_ray.storage.mooncake.options import MooncakeOptions
 logger = logging.getLogger("hicache_ray.storage")
 
 
-class MooncakeStorage(HiCacheStorage):
+class MooncakeStorage(Storage):
     """L3 in a Mooncake store. A store that is away is all misses, and is used again when it is back.
 
     Calls of the library last up to 30 s when its master hangs: put `GuardedStorage` around this.
@@ -43,36 +44,34 @@ class MooncakeStorage(HiCacheStorage):
             self.connection.register(name, span)
         self.connection.connect()
 
-    def register_mem_pool_host(self, pool: HostPages) -> None:
+    def register_host_pool(self, pool: HostPages) -> None:
         """As the base's; RuntimeError when the transport can't register the pool's memory, BackendError when the
         pool's layout does not fit the keys."""
         self.objects.check(pool)
-        super().register_mem_pool_host(pool)
+        super().register_host_pool(pool)
         self.connection.register("host pool", memory_span(pool.segments))
 
-    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
-        present = self._attempt(lambda store: self._present(store, hashes), [])
-        hits = next((position for position, ok in enumerate(present) if not ok), len(present))
+    def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
+        hits = self._attempt(lambda store: leading(self._present(store, hashes)))
         self.counters.add(exists_calls=1, exists_asked=len(hashes), exists_hits=hits)
         return hits
 
-    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        pages = self.host_page_numbers(hashes, host_slots)
+    def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        pool = self.pool_for(hashes, pages)
         began = time.perf_counter()
-        hits = self._attempt(lambda store: self._get(store, hashes, pages), 0)
-        size = self.host_pool.page_bytes if self.host_pool else 0
-        self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=hits, get_bytes=hits * size)
+        hits = self._attempt(lambda store: self._get(store, hashes, pages))
+        self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=hits, get_bytes=hits * pool.page_bytes)
         self.counters.add(get_seconds=time.perf_counter() - began)
-        return [position < hits for position in range(len(hashes))]
+        return hits
 
-    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        pages = self.host_page_numbers(hashes, host_slots)
+    def store(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        self.pool_for(hashes, pages)
         if not self.config.is_writer:
-            return [True] * len(hashes)
+            return len(hashes)
         began = time.perf_counter()
-        done = self._attempt(lambda store: self._set(store, hashes, pages), 0)
+        done = self._attempt(lambda store: self._set(store, hashes, pages))
         self.counters.add(set_calls=1, set_asked=len(hashes), set_seconds=time.perf_counter() - began)
-        return [position < done for position in range(len(hashes))]
+        return done
 
     def clear(self, everything: bool = False) -> None:
         """Drop the pages of this backend's identity and tag; with `everything` all objects of the store.
@@ -89,7 +88,7 @@ class MooncakeStorage(HiCacheStorage):
     def close(self) -> None:
         self.connection.close(self.config.timeout)
 
-    def _present(self, store: Any, hashes: Sequence[str]) -> list[bool]:
+    def _present(self, store: Any, hashes: Sequence[bytes]) -> list[bool]:
         """Whether each page is stored, whole."""
         if not hashes:
             return []
@@ -101,7 +100,7 @@ class MooncakeStorage(HiCacheStorage):
         step = len(keys) // len(hashes)
         return [all(code == 1 for code in codes[start : start + step]) for start in range(0, len(codes), step)]
 
-    def _get(self, store: Any, hashes: Sequence[str], pages: Slots) -> int:
+    def _get(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> int:
         """Read pages; how many came whole, from the first on."""
         assert self.host_pool is not None
         for start, stop in self.objects.batches(len(hashes), self.host_pool):
@@ -114,7 +113,7 @@ class MooncakeStorage(HiCacheStorage):
                     return start + position
         return len(hashes)
 
-    def _read(self, store: Any, hashes: Sequence[str], pages: Slots) -> list[Answer]:
+    def _read(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> list[Answer]:
         assert self.host_pool is not None
         answers = self.objects.read(store, hashes, pages, self.host_pool)
         expired = [position for position, answer in enumerate(answers) if answer is Answer.AGAIN]
@@ -126,7 +125,7 @@ class MooncakeStorage(HiCacheStorage):
             self._failed("get", self.objects.last_code)
         return answers
 
-    def _set(self, store: Any, hashes: Sequence[str], pages: Slots) -> int:
+    def _set(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> int:
         """Store pages; how many are stored, from the first on."""
         assert self.host_pool is not None
         present = self._present(store, hashes)
@@ -143,7 +142,7 @@ class MooncakeStorage(HiCacheStorage):
         self.counters.add(set_stored=len(stored), set_existing=max(0, done - len(stored)), set_bytes=size)
         return done
 
-    def _write(self, store: Any, hashes: Sequence[str], pages: Slots) -> int:
+    def _write(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> int:
         """Store pages that are not there; how many are, from the first on."""
         assert self.host_pool is not None
         answers = self.objects.write(store, hashes, pages, self.host_pool)
@@ -153,14 +152,14 @@ class MooncakeStorage(HiCacheStorage):
         # The store says yes too to an object that another client is just writing.
         there = self._wait_until_present(store, [hashes[i] for i in taken])
         whole = {position for position, ok in zip(taken, there, strict=True) if ok}
-        good = next((position for position in range(len(hashes)) if position not in whole), len(hashes))
+        good = leading(position in whole for position in range(len(hashes)))
         for position in sorted(whole):
             if position > good:
                 # Without its parent it could never be found.
                 self._remove(store, hashes[position])
         return good
 
-    def _wait_until_present(self, store: Any, hashes: Sequence[str]) -> list[bool]:
+    def _wait_until_present(self, store: Any, hashes: Sequence[bytes]) -> list[bool]:
         deadline = time.monotonic() + self.config.timeout / 2
         seconds = 0.01
         while True:
@@ -170,19 +169,20 @@ class MooncakeStorage(HiCacheStorage):
             self._pause.wait(seconds)
             seconds = min(2 * seconds, 0.2)
 
-    def _remove(self, store: Any, page_hash: str) -> None:
+    def _remove(self, store: Any, page_hash: bytes) -> None:
         """Drop a page, so that it can be stored again."""
         for key in self.objects.keys(page_hash):
             store.remove(key, True)
 
-    def _attempt(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+    def _attempt(self, call: Callable[[Any], int]) -> int:
+        """What a call on the store counts; 0 when the store is away."""
         try:
             with self.connection.use() as store:
                 return call(store)
         except (StoreAway, RuntimeError) as error:
             self.counters.add(errors=1)
             self._log(type(error).__name__, f"{error}")
-            return otherwise
+            return 0
 
     def _failed(self, name: str, code: int) -> None:
         self.counters.add(errors=1)

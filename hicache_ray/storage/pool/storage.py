@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import binascii
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from typing import ClassVar
 
 from hicache_ray.deadline import Deadline
-from hicache_ray.storage.base import HiCacheStorage, Slots, StorageConfig, StorageExtra
-from hicache_ray.storage.guard import Breaker
+from hicache_ray.pools.slots import Pages
+from hicache_ray.storage.base import Bytes, PageContext, Storage, StorageConfig, leading
+from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.channel import ChannelError
 from hicache_ray.storage.pool.client import PoolClient
 from hicache_ray.storage.pool.member import Member
@@ -24,14 +22,14 @@ from hicache_ray.storage.shard.shard import namespace_label
 
 logger = logging.getLogger("hicache_ray.storage.pool.storage")
 
-BATCH_PAGES = 128
-"""Most pages that one round of calls moves."""
-EXISTS_BATCH_PAGES = 1024
-"""Most keys that one round of calls asks for: their message stays small enough to travel inside the call."""
 
+class RayPoolStorage(Storage):
+    """Pages in the storage actors of a pool: one round of calls, at most one call an actor, for the pages of a call.
 
-class RayPoolStorage(HiCacheStorage):
-    """Pages in the storage actors of a pool. One round of calls, at most one call an actor, per batch of pages."""
+    Its calls are bounded: each member has a deadline and a breaker of its own, and none of them raises.
+    """
+
+    bounded: ClassVar[bool] = True
 
     def __init__(self, config: StorageConfig) -> None:
         """Connect to a running pool.
@@ -59,55 +57,28 @@ class RayPoolStorage(HiCacheStorage):
             # A deadline for each: mapping a large arena as a whole takes longer than a call may.
             member.attach(Deadline(config.timeout), wait=True)
 
-    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
-        deadline = Deadline(self.config.timeout)
-        keys = self._keys(hashes)
-        hits = 0
-        for start in range(0, len(keys), EXISTS_BATCH_PAGES):
-            batch = keys[start : start + EXISTS_BATCH_PAGES]
-            found = _leading_count(self._client.exists(batch, deadline))
-            hits += found
-            if found < len(batch):
-                break
-        self.counters.add(exists_calls=1, exists_asked=len(keys), exists_hits=hits)
+    def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
+        hits = leading(self._client.exists(self._keys(hashes), Deadline(self.config.timeout)).tolist())
+        self.counters.add(exists_calls=1, exists_asked=len(hashes), exists_hits=hits)
         return hits
 
-    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
+    def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
         started = time.perf_counter()
-        deadline = Deadline(self.config.timeout)
-        pages, keys = self._host_views(hashes, host_slots), self._keys(hashes)
-        done = 0
-        for start in range(0, len(keys), BATCH_PAGES):
-            batch = slice(start, start + BATCH_PAGES)
-            arrived = _leading_count(self._client.get(keys[batch], pages[batch], deadline))
-            done += arrived
-            if arrived < len(keys[batch]):
-                break
-        self.counters.add(
-            get_calls=1,
-            get_asked=len(keys),
-            get_hits=done,
-            get_bytes=done * self._page_bytes,
-            get_seconds=time.perf_counter() - started,
-        )
-        return [True] * done + [False] * (len(keys) - done)
+        views = self._views(hashes, pages)
+        hits = leading(self._client.get(self._keys(hashes), views, Deadline(self.config.timeout)).tolist())
+        size, seconds = sum(view.nbytes for view in views[:hits]), time.perf_counter() - started
+        self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=hits, get_bytes=size, get_seconds=seconds)
+        return hits
 
-    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
+    def store(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
         started = time.perf_counter()
-        deadline = Deadline(self.config.timeout)
-        pages, keys = self._host_views(hashes, host_slots), self._keys(hashes)
+        views = self._views(hashes, pages)
         if not self.config.is_writer:
-            return [True] * len(keys)
-        label = namespace_label(extra.namespace if extra is not None else "")
-        done = 0
-        for start in range(0, len(keys), BATCH_PAGES):
-            batch = slice(start, start + BATCH_PAGES)
-            stored = _leading_count(self._client.set(keys[batch], pages[batch], label, deadline))
-            done += stored
-            if stored < len(keys[batch]):
-                break
-        self.counters.add(set_calls=1, set_asked=len(keys), set_seconds=time.perf_counter() - started)
-        return [True] * done + [False] * (len(keys) - done)
+            return len(hashes)
+        label = namespace_label(context.namespace if context is not None else "")
+        stored = leading(self._client.set(self._keys(hashes), views, label, Deadline(self.config.timeout)).tolist())
+        self.counters.add(set_calls=1, set_asked=len(hashes), set_seconds=time.perf_counter() - started)
+        return stored
 
     def clear(self, everything: bool = False) -> None:
         """Drop the pages of this identity, or of the whole pool.
@@ -135,11 +106,6 @@ class RayPoolStorage(HiCacheStorage):
         """The members as this client sees them: their breakers and arenas."""
         return self._client.members
 
-    @property
-    def _page_bytes(self) -> int:
-        assert self.host_pool is not None
-        return self.host_pool.page_bytes
-
     def _connect(self, name: str) -> Member:
         return Member(
             name,
@@ -151,17 +117,13 @@ class RayPoolStorage(HiCacheStorage):
             prefault=self._options.prefault,
         )
 
-    def _keys(self, hashes: Sequence[str]) -> list[bytes]:
+    def _keys(self, hashes: Sequence[bytes]) -> list[bytes]:
         """Storage keys as they travel: the identity's digest and the page hash, both as raw bytes."""
-        raw = binascii.unhexlify("".join(hashes))
-        size = len(raw) // len(hashes) if hashes else 0
-        return [self._prefix + raw[at : at + size] for at in range(0, len(raw), size or 1)]
+        return [self._prefix + page_hash for page_hash in hashes]
 
-    def _host_views(self, hashes: Sequence[str], host_slots: Slots) -> list[Any]:
-        numbers = self.host_page_numbers(hashes, host_slots)
-        assert self.host_pool is not None
-        segments = self.host_pool.segments
-        return [segments[number] for number in numbers.tolist()]
+    def _views(self, hashes: Sequence[bytes], pages: Pages) -> list[Bytes]:
+        segments = self.pool_for(hashes, pages).segments
+        return [segments[page] for page in pages.tolist()]
 
     def _read_directory(self) -> Membership:
         try:
@@ -185,7 +147,3 @@ def _join_ray(options: RayPoolOptions) -> str:
             raise BackendError("storage backend 'ray' needs Ray: call ray.init first, or give the option address")
         ray.init(address=options.address, namespace=options.namespace, log_to_driver=False)
     return options.namespace or str(ray.get_runtime_context().namespace)
-
-
-def _leading_count(flags: np.ndarray) -> int:
-    return len(flags) if flags.all() else int(np.argmin(flags))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_ray.storage.base import HostPages, StorageConfig, StorageExtra, memory_span
+from hicache_ray.storage.base import HostPages, PageContext, StorageConfig, memory_span
 
 
 @dataclass
@@ -58,9 +58,10 @@ class SGLangExtraInfo:
     extra_info: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, extra: StorageExtra | None) -> SGLangExtraInfo:
+    def of(cls, context: PageContext | None) -> SGLangExtraInfo:
         """The same for our call."""
-        return cls(list(extra.prefix_hashes) if extra is not None and extra.prefix_hashes else None)
+        prefix = context.prefix_hashes if context is not None else ()
+        return cls([page_hash.hex() for page_hash in prefix] or None)
 
 
 class SGLangHostPool:

@@ -18,14 +18,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hicache_ray.pools.slots import Pages, slots_of
 from hicache_ray.storage.base import (
     CHECKSUM_BYTES,
     Bytes,
-    HiCacheStorage,
     HostPages,
-    Slots,
+    PageContext,
+    Storage,
     StorageConfig,
-    StorageExtra,
+    leading,
     page_checksum,
     page_rows,
 )
@@ -42,7 +43,7 @@ MAX_BROKEN = 1 << 16
 """Most pages that are remembered as having to be stored anew."""
 
 
-class SGLangClassStorage(HiCacheStorage):
+class SGLangClassStorage(Storage):
     """A backend whose store is a class written for SGLang.
 
     Options beside the loader's:
@@ -72,44 +73,44 @@ class SGLangClassStorage(HiCacheStorage):
         self._lock = threading.Lock()
         self._logged: set[str] = set()
 
-    def register_mem_pool_host(self, pool: HostPages) -> None:
-        super().register_mem_pool_host(pool)
+    def register_host_pool(self, pool: HostPages) -> None:
+        super().register_host_pool(pool)
         path = ZeroCopyPath if self._zero_copy else TensorPath
         self._path = path(self._ask, pool, self._checksum)
         register = getattr(self.target, "register_mem_pool_host", None)
         if callable(register):
             register(SGLangHostPool(pool, self.config.identity.layout))
 
-    def class_key(self, page_hash: str) -> str:
+    def class_key(self, page_hash: bytes) -> str:
         """The key by which the class knows a page."""
-        return page_hash if self._style == "sglang" else self.storage_key(page_hash)
+        return page_hash.hex() if self._style == "sglang" else self.storage_key(page_hash)
 
-    def batch_exists(self, hashes: Sequence[str], extra: StorageExtra | None = None) -> int:
-        hits = self._exists([self.class_key(page_hash) for page_hash in hashes], SGLangExtraInfo.of(extra))
+    def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
+        hits = self._exists([self.class_key(page_hash) for page_hash in hashes], SGLangExtraInfo.of(context))
         self.counters.add(exists_calls=1, exists_asked=len(hashes), exists_hits=hits)
         return hits
 
-    def batch_get_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        pages = self.host_page_numbers(hashes, host_slots)
+    def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        pool = self.pool_for(hashes, pages)
         if not len(pages):
-            return []
+            return 0
         assert self._path is not None
         began = time.perf_counter()
         keys = [self.class_key(page_hash) for page_hash in hashes]
-        answers = self._path.get(keys, pages, SGLangExtraInfo.of(extra))
-        hits = next((position for position, ok in enumerate(answers) if not ok), len(keys))
+        answers = self._path.get(keys, pages, SGLangExtraInfo.of(context))
+        hits = leading(bool(ok) for ok in answers)
         self._note_broken(keys, answers)
-        self.counters.add(get_calls=1, get_asked=len(keys), get_hits=hits, get_bytes=hits * self._path.pool.page_bytes)
+        self.counters.add(get_calls=1, get_asked=len(keys), get_hits=hits, get_bytes=hits * pool.page_bytes)
         self.counters.add(get_seconds=time.perf_counter() - began)
-        return [position < hits for position in range(len(keys))]
+        return hits
 
-    def batch_set_v1(self, hashes: Sequence[str], host_slots: Slots, extra: StorageExtra | None = None) -> list[bool]:
-        pages = self.host_page_numbers(hashes, host_slots)
+    def store(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
+        pool = self.pool_for(hashes, pages)
         if not self.config.is_writer or not len(pages):
-            return [True] * len(hashes)
+            return len(hashes)
         assert self._path is not None
         began = time.perf_counter()
-        keys, info = [self.class_key(page_hash) for page_hash in hashes], SGLangExtraInfo.of(extra)
+        keys, info = [self.class_key(page_hash) for page_hash in hashes], SGLangExtraInfo.of(context)
         known = self._exists(keys, info)
         # The class may overwrite what is there, and what was found broken must be overwritten.
         new = [position for position, key in enumerate(keys) if position >= known or key in self._broken]
@@ -118,8 +119,8 @@ class SGLangClassStorage(HiCacheStorage):
             self._broken.difference_update(keys[position] for position in new[:stored])
         done = new[stored] if stored < len(new) else len(keys)
         self.counters.add(set_calls=1, set_asked=len(keys), set_stored=stored, set_existing=max(0, done - stored))
-        self.counters.add(set_bytes=stored * self._path.pool.page_bytes, set_seconds=time.perf_counter() - began)
-        return [position < done for position in range(len(keys))]
+        self.counters.add(set_bytes=stored * pool.page_bytes, set_seconds=time.perf_counter() - began)
+        return done
 
     def clear(self, everything: bool = False) -> None:
         """What the class's `clear` drops; it knows no identities, so that may be the whole store."""
@@ -136,7 +137,7 @@ class SGLangClassStorage(HiCacheStorage):
         if not keys:
             return 0
         if not hasattr(self.target, "batch_exists"):
-            return next((position for position, key in enumerate(keys) if not self._ask("exists", key)), len(keys))
+            return leading(self._ask("exists", key) for key in keys)
         hits = self._ask("batch_exists", keys, info) if self._exists_takes_extra else self._ask("batch_exists", keys)
         return min(max(int(hits), 0), len(keys)) if isinstance(hits, int | np.integer) else 0
 
@@ -183,10 +184,10 @@ class PagePath(Protocol):
 
     pool: HostPages
 
-    def get(self, keys: list[str], pages: Slots, extra: SGLangExtraInfo) -> list[bool | None]:
+    def get(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> list[bool | None]:
         """Read pages; per page True, False when it is not there, None when it is not what was stored."""
 
-    def set(self, keys: list[str], pages: Slots, extra: SGLangExtraInfo) -> int:
+    def set(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> int:
         """Store pages; how many, from the first on, are stored."""
 
 
@@ -198,7 +199,7 @@ class TensorPath:
         self._ask = ask
         self._checksum = checksum
 
-    def get(self, keys: list[str], pages: Slots, extra: SGLangExtraInfo) -> list[bool | None]:
+    def get(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> list[bool | None]:
         """See PagePath."""
         length = self.pool.page_bytes + (CHECKSUM_BYTES if self._checksum else 0)
         targets = [torch.zeros(length, dtype=torch.uint8) for _ in keys]
@@ -218,7 +219,7 @@ class TensorPath:
         np.copyto(target, body.reshape(target.shape))
         return True
 
-    def set(self, keys: list[str], pages: Slots, extra: SGLangExtraInfo) -> int:
+    def set(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> int:
         """See PagePath."""
         values = []
         for key, page in zip(keys, pages.tolist(), strict=True):
@@ -238,9 +239,9 @@ class ZeroCopyPath:
         self._ask = ask
         self._checksum = checksum
 
-    def get(self, keys: list[str], pages: Slots, extra: SGLangExtraInfo) -> list[bool | None]:
+    def get(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> list[bool | None]:
         """See PagePath."""
-        done = leading(self._ask("batch_get_v1", keys, self._indices(pages), extra), len(keys))
+        done = leading_of(self._ask("batch_get_v1", keys, self._indices(pages), extra), len(keys))
         if not self._checksum or not done:
             return [position < done for position in range(len(keys))]
         targets = [torch.zeros(CHECKSUM_BYTES, dtype=torch.uint8) for _ in range(done)]
@@ -252,9 +253,9 @@ class ZeroCopyPath:
             answers[position] = (stored is not None and stored.tobytes() == expected) or None
         return answers
 
-    def set(self, keys: list[str], pages: Slots, extra: SGLangExtraInfo) -> int:
+    def set(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> int:
         """See PagePath."""
-        stored = leading(self._ask("batch_set_v1", keys, self._indices(pages), extra), len(keys))
+        stored = leading_of(self._ask("batch_set_v1", keys, self._indices(pages), extra), len(keys))
         if not self._checksum or not stored:
             return stored
         names = [key + SUM_SUFFIX for key in keys[:stored]]
@@ -264,9 +265,8 @@ class ZeroCopyPath:
         ]
         return stored if self._ask("batch_set", names, sums) is True else 0
 
-    def _indices(self, pages: Slots) -> torch.Tensor:
-        size = self.pool.page_size
-        return torch.from_numpy((pages[:, None] * size + np.arange(size)).reshape(-1))
+    def _indices(self, pages: Pages) -> torch.Tensor:
+        return torch.from_numpy(slots_of(pages, self.pool.page_size))
 
 
 def packed_sum(key: str, rows: Iterable[memoryview]) -> bytes:
@@ -274,11 +274,11 @@ def packed_sum(key: str, rows: Iterable[memoryview]) -> bytes:
     return struct.pack("<Q", page_checksum(key, rows))
 
 
-def leading(answer: Any, count: int) -> int:
+def leading_of(answer: Any, count: int) -> int:
     """How many pages, from the first on, an answer of flags says yes to; 0 for what is no answer to `count` pages."""
     if not isinstance(answer, Sequence) or len(answer) != count:
         return 0
-    return next((position for position, flag in enumerate(answer) if not flag), count)
+    return leading(answer)
 
 
 def tensors_as_bytes(answer: Any, count: int) -> list[Bytes | None]:
