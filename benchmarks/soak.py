@@ -95,7 +95,7 @@ def main() -> int:
 
     shape = f"chat:sessions={-(-options.requests // TURNS)},turns={TURNS},system=128,turn=32,answer=32"
     workload = load_workload(shape, seed=options.seed, limit=options.requests)
-    sizes = ReplaySettings(
+    sizes = ReplaySettings.of(
         tp=options.tp, l1_tokens=4096, l2_tokens=12288, l3_bytes=options.l3_mib * MIB, storage_actors=2
     )
     config = replay_config(sizes, workload, storage_backend="ray")

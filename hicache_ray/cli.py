@@ -34,7 +34,7 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 TERMINATED = 143
 
-STOP_SECONDS = 30.0
+COMMAND_STOP_SECONDS = 30.0
 """Most that a command may take to stop what it started, after a signal."""
 
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
@@ -53,7 +53,7 @@ class LazyCommands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"hicache_ray.commands.{name}").command
+        command: click.Command = getattr(importlib.import_module(f"hicache_ray.commands.{name}"), f"{name}_command")
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -128,7 +128,7 @@ class Ending:
     def _end(self, error: BaseException, code: int) -> None:
         if not self.began:
             self.began = True
-            last = threading.Timer(STOP_SECONDS, os._exit, (code,))
+            last = threading.Timer(COMMAND_STOP_SECONDS, os._exit, (code,))
             last.daemon = True
             last.start()
             raise error

@@ -27,7 +27,7 @@ from hicache_ray.actors.rank import RankSpec
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.actors.supervisor import SupervisorClient
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.config.options import parse_extra_config
+from hicache_ray.config.extra import parse_extra_config
 from hicache_ray.storage.shard.arena import arenas_of
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ def workload() -> Workload:
 def config_of(workload: Workload, attention: str, backend: str, extra: dict[str, Any], **others: Any) -> HiCacheConfig:
     """tp 2; L1 and L2 hold everything, so that what L3 gives does not hang on the order of transfers."""
     options = {"hicache_storage_backend_extra_config": json.dumps(extra), **others}
-    settings = ReplaySettings(
-        tp=2, attention=attention, l1_tokens=8192, l2_tokens=16384, prefetch_policy="wait_complete", others=options
+    settings = ReplaySettings.of(
+        tp=2, attention=attention, l1_tokens=8192, l2_tokens=16384, prefetch_policy="wait_complete", **options
     )
     return replay_config(settings, workload, storage_backend=backend)
 

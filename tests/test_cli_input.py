@@ -13,7 +13,7 @@ import pytest
 
 import hicache_ray
 from hicache_ray.cli import run
-from hicache_ray.commands.input import ByteSize
+from hicache_ray.commands.parameters import ByteSize
 
 GOOD = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [0, 1]})
 
@@ -242,7 +242,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_remote_traceback_becomes_one_line() -> None:
-    from hicache_ray.commands.running import in_one_line
+    from hicache_ray.commands.failures import in_one_line
 
     remote = """group g: a rank died in join: The actor died because of an error raised in its creation task, ray::g
   File "rank.py", line 1, in __init__

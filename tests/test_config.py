@@ -13,10 +13,11 @@ from hicache_ray.config import (
     ConfigError,
     HiCacheConfig,
     effective_prefetch_threshold,
-    prefetch_timeout,
     prefetch_timeout_per_page,
 )
-from hicache_ray.config.options import types_of
+from hicache_ray.config.names import add_storage_backend
+from hicache_ray.config.option import options_of
+from hicache_ray.rank.prefetch import PrefetchPolicy
 
 
 def test_defaults_are_sglangs():
@@ -58,7 +59,12 @@ def test_prefetch_timeout_per_page(page_size, seconds):
     ids=["case_46_256_pages", "case_46_before_the_query", "case_46_base"],
 )
 def test_prefetch_timeout(base, hit_pages, seconds):
-    assert prefetch_timeout(base, prefetch_timeout_per_page(64, 0.25), hit_pages) == seconds
+    config = HiCacheConfig(page_size=64, prefetch_timeout_base=base, prefetch_timeout_per_ki_token=0.25)
+    policy = PrefetchPolicy(
+        name="timeout", threshold=1, page_size=64, timeout_base=config.prefetch_timeout_base,
+        timeout_per_page=config.prefetch_timeout_per_page, hard_limit=60.0, capacity_pages=1,
+    )  # fmt: skip
+    assert policy.timeout(hit_pages) == seconds
 
 
 BAD_VALUES = [
@@ -149,10 +155,9 @@ def test_a_config_is_frozen_and_travels():
 
 
 def test_names_registered_in_this_process_are_known(monkeypatch):
-    import types
-
-    registry = types.SimpleNamespace(backend_names=lambda: ["file", "mine"])
-    monkeypatch.setitem(sys.modules, "hicache_ray.storage.registry", registry)
+    monkeypatch.setattr("hicache_ray.config.names._registered", [])
+    add_storage_backend("file")
+    add_storage_backend("mine")
     assert HiCacheConfig(hicache_storage_backend="mine").hicache_storage_backend == "mine"
     with pytest.raises(ConfigError, match="use one of ray, file, mooncake, dynamic, mine"):
         HiCacheConfig(hicache_storage_backend="yours")
@@ -206,5 +211,5 @@ def test_config_imports_neither_torch_nor_ray():
 
 
 def test_every_option_has_one_type_that_text_can_be_read_as():
-    for name, types in types_of(HiCacheConfig).items():
-        assert len({int, float, bool, str} & set(types)) == 1, name
+    for name, option in options_of(HiCacheConfig).items():
+        assert len({int, float, bool, str} & set(option.types)) == 1, name

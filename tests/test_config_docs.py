@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.config.names import eviction_policies
-from hicache_ray.config.options import STORAGE_BACKENDS, options_of, types_of
+from hicache_ray.config.names import STORAGE_BACKENDS, eviction_policies
+from hicache_ray.config.option import options_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 OPTIONS = options_of(HiCacheConfig)
@@ -22,8 +22,8 @@ NAMES_OF = {
 
 
 def row(field: dataclasses.Field[Any]) -> str:
-    spec, types = OPTIONS[field.name], types_of(HiCacheConfig)[field.name]
-    kind = next(name for wanted, name in KINDS if wanted in types)
+    spec = OPTIONS[field.name]
+    kind = next(name for wanted, name in KINDS if wanted in spec.types)
     values = NAMES_OF.get(field.name) or spec.values or kind
     if spec.values and not spec.choices:
         values = f"{kind}, {spec.values}"

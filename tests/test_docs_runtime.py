@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hicache_ray.actors.control import RuntimeControl
-from hicache_ray.commands.ctl import command
+from hicache_ray.commands.ctl import ctl_command
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.config.options import options_of
+from hicache_ray.config.option import options_of
 from hicache_ray.rank.control import POLICIES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -38,5 +38,5 @@ def test_the_commands_page_names_commands_methods_and_policies() -> None:
     methods = {match[1] for method, _ in rows if (match := re.match(r" `(\w+)\(", method))}
     public = {name for name in vars(RuntimeControl) if not name.startswith("_")} - {"step"}
     assert methods == public
-    assert {re.sub(r"[` ].*", "", cli.strip().strip("`")) for _, cli in rows[2:]} == set(command.commands)
+    assert {re.sub(r"[` ].*", "", cli.strip().strip("`")) for _, cli in rows[2:]} == set(ctl_command.commands)
     assert dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", CONTROL, re.MULTILINE)) == dict(POLICIES)

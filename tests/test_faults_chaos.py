@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hicache_ray.commands.chaos import command, figures, parse_kinds, timeline
+from hicache_ray.commands.chaos import chaos_command, figures, parse_kinds, timeline
 from hicache_ray.faults.chaos import ChaosSettings, run_chaos
 from hicache_ray.faults.client import Outcomes, endless_chat
 from hicache_ray.faults.plan import FaultPlan, Identity
@@ -140,7 +140,7 @@ def test_a_source_is_shared_by_threads() -> None:
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(arguments: list[str], text: str) -> None:
-    result = CliRunner().invoke(command, arguments)
+    result = CliRunner().invoke(chaos_command, arguments)
     assert result.exit_code == 2 and text in result.output
 
 

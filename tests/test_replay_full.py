@@ -18,7 +18,7 @@ SMALL = {"layers": 2, "heads": 2, "head_dim": 4, "prefetch_policy": "wait_comple
 
 def run(workload: Workload, **options: object) -> ReplayReport:
     """Replays on in-process groups; `options` are those of ReplaySettings."""
-    settings = ReplaySettings(**{**SMALL, **options})  # type: ignore[arg-type]
+    settings = ReplaySettings.of(**{**SMALL, **options})
     config = replay_config(settings, workload, storage_backend=BACKEND)
     with local_groups(config, settings) as groups:
         return replay_workload(

@@ -105,13 +105,13 @@ def test_sizes_that_can_not_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(IndexReplayError, match="a request has 2 pages and L1 1: give L1 at least 2"):
         replay_index(workload, IndexSettings(l1_pages=1))
     with pytest.raises(ConfigError, match="the largest request needs 2"):
-        index_settings(ReplaySettings(l1_tokens=1), workload)
+        index_settings(ReplaySettings.of(l1_tokens=1), workload)
     with pytest.raises(ConfigError, match="radix_eviction_policy is 'best'"):
-        index_settings(ReplaySettings(policy="best"), workload)
+        index_settings(ReplaySettings.of(policy="best"), workload)
 
 
 def test_capacities_count_blocks_of_a_trace_and_tokens_of_a_chat(tmp_path: Path) -> None:
-    settings = ReplaySettings(l1_tokens=640, l2_tokens=1280, page_size=64)
+    settings = ReplaySettings.of(l1_tokens=640, l2_tokens=1280, page_size=64)
     assert index_settings(settings, trace(tmp_path, (512, [1]))).l1_pages == 640
     chat = load_workload("chat:sessions=1,turns=1,system=64,turn=64")
     assert (index_settings(settings, chat).l1_pages, index_settings(settings, chat).l2_pages) == (10, 20)

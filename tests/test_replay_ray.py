@@ -38,7 +38,7 @@ def cluster() -> Iterator[None]:
 
 def run(workload: Workload, kill_at: int | None = None, **options: object) -> ReplayReport:
     """Replays on rank actors; the last rank of the first instance is killed once `kill_at` requests are done."""
-    settings = ReplaySettings(**{**SMALL, **options})  # type: ignore[arg-type]
+    settings = ReplaySettings.of(**{**SMALL, **options})
     config = replay_config(settings, workload, storage_backend="ray")
     killed: list[int] = []
     with ray_groups(config, settings) as groups:

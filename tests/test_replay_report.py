@@ -106,7 +106,7 @@ def test_a_sweep_is_every_combination() -> None:
     assert sweeps == {"policy": ["lru", "lfu"], "l1_tokens": [10, 20]}
     runs = list(combinations(ReplaySettings(seed=7), sweeps))
     assert [tuple(values.values()) for values, _ in runs] == [("lru", 10), ("lru", 20), ("lfu", 10), ("lfu", 20)]
-    assert [(settings.policy, settings.l1_tokens, settings.seed) for _, settings in runs][2] == ("lfu", 10, 7)
+    assert [(s.options["radix_eviction_policy"], s.options["l1_tokens"], s.seed) for _, s in runs][2] == ("lfu", 10, 7)
     assert [values for values, _ in combinations(ReplaySettings(), {})] == [{}]
 
 
@@ -116,8 +116,8 @@ def test_a_sweep_is_every_combination() -> None:
         (["speed=1"], "'speed' is none of attention, concurrency"),
         (["policy"], "give the values as policy=VALUE,VALUE"),
         (["policy="], "give the values as policy=VALUE,VALUE"),
-        (["l1-tokens=many"], "'many' is no whole number"),
-        (["l1-tokens=0"], "0 is too small"),
+        (["l1-tokens=many"], "l1_tokens is 'many'; give a whole number"),
+        (["l1-tokens=0"], "l1_tokens is 0; it must be at least 1"),
         (["policy=lru", "policy=lfu"], "policy is swept twice"),
         (["others=1"], "'others' is none of"),
     ],

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hicache_ray.actors.errors import GroupRestarted
-from hicache_ray.config.options import PREFETCH_KEYS, parse_extra_config
+from hicache_ray.config.extra import PREFETCH_KEYS, parse_extra_config
 from hicache_ray.rank.control import DONE, DRAINING, REFUSED, ControlRefused, ControlTimeout, checked_policies
 from hicache_ray.rank.step import Control, GroupAnswer
 

@@ -1,1 +1,1 @@
-"""The commands of the command line, one a module: each has a `command`, a click command."""
+"""The commands of the command line, one a module: NAME.py has NAME_command, a click command."""

@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicache_ray.commands.input import MOST_PROCESSES, BadInput, Number, OutputPath, Whole, bad_input, check_output
-from hicache_ray.commands.running import RunFailed, in_one_line, start_failures, write_json
-from hicache_ray.config.names import ATTENTION_KINDS
+from hicache_ray.commands.failures import BadInput, RunFailed, bad_input, in_one_line, start_failures
+from hicache_ray.commands.parameters import (
+    CACHE_OPTIONS,
+    COUNT,
+    PROCESSES,
+    Number,
+    OutputPath,
+    Whole,
+    command_option,
+    type_of,
+    write_json,
+)
 from hicache_ray.faults.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -22,8 +31,6 @@ if TYPE_CHECKING:
     from hicache_ray.faults.report import ChaosReport
 
 RANDOM = "random"
-COUNT = Whole(1)
-PROCESSES = Whole(1, MOST_PROCESSES)
 EXPECTED_DEATHS = "^A worker died or was killed"
 """What Ray prints on standard output, where a report may go, each time that one of our kills has succeeded."""
 KINDS_HELP = f"Kinds of drawn faults with weights, as kill=3,slow=1. Known: {', '.join(KINDS)}."
@@ -35,16 +42,24 @@ KINDS_HELP = f"Kinds of drawn faults with weights, as kill=3,slow=1. Known: {', 
 @click.option("--seed", type=Whole(0), default=0, help="Of the workload and of a drawn plan.")
 @click.option("--period", type=Number(0.1), default=5.0, help="Seconds between two drawn faults.")
 @click.option("--kinds", default="kill", show_default=True, help=KINDS_HELP)
-@click.option("--tp", type=PROCESSES, default=2, help="Tensor-parallel ranks of an instance.")
+@command_option(CACHE_OPTIONS["tp_size"], type=PROCESSES, default=2)
 @click.option("--instances", type=PROCESSES, default=1, help="Groups that share L3.")
-@click.option("--storage-actors", type=PROCESSES, default=2, help="Storage actors that hold L3.")
-@click.option("--replicas", type=PROCESSES, default=1, help="Storage actors that hold each page.")
-@click.option("--attention", type=click.Choice(ATTENTION_KINDS), default="mha", help="Kind of KV cache.")
+@command_option(CACHE_OPTIONS["storage_actors"], type=PROCESSES, default=2)
+@command_option(CACHE_OPTIONS["storage_replicas"], type=PROCESSES, default=1)
+@command_option(CACHE_OPTIONS["attention"], type=type_of(CACHE_OPTIONS["attention"]), default="mha")
 @click.option("--concurrency", type=COUNT, default=4, help="Most requests of an instance in flight.")
 @click.option("--heal-limit", type=Number(1), default=15.0, help="Seconds a heal may take.")
 @click.option("--json", "json_path", type=OutputPath(), help="Write the report there (- is stdout).")
 @click.option("--write-plan", "plan_path", type=OutputPath(), help="Write the plan there, to run it again.")
-def command(plan_name: str, json_path: Path | None, plan_path: Path | None, kinds: str, **options: Any) -> int:
+def chaos_command(
+    plan_name: str,
+    json_path: Path | None,
+    plan_path: Path | None,
+    kinds: str,
+    tp_size: int,
+    storage_replicas: int,
+    **options: Any,
+) -> int:
     """Break a running service, and check that it holds what it promises.
 
     A chat is served whose every cached page is verified, while ranks, storage actors and the supervisor are killed
@@ -61,10 +76,7 @@ def command(plan_name: str, json_path: Path | None, plan_path: Path | None, kind
 
     console, out = Console(stderr=True), Console(stderr=str(json_path) == "-")
     with bad_input():
-        for path, option in ((json_path, "--json"), (plan_path, "--write-plan")):
-            if path is not None and str(path) != "-":
-                check_output(path, option)
-        settings = ChaosSettings(**options, kinds=parse_kinds(kinds))
+        settings = ChaosSettings(tp=tp_size, replicas=storage_replicas, kinds=parse_kinds(kinds), **options)
         plan = _plan(plan_name)
     report = _run(settings, plan, console)
     out.print(timeline(report))

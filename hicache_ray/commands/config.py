@@ -6,24 +6,23 @@ from typing import Any
 
 import click
 
-from hicache_ray.commands.input import bad_input, config_options, given_options
+from hicache_ray.commands.failures import bad_input
+from hicache_ray.commands.parameters import cache_options, given_options
+from hicache_ray.config import HiCacheConfig, explain
 
 
 @click.group("config")
-def command() -> None:
+def config_command() -> None:
     """Show what a set of options resolves to, and why."""
 
 
-@command.command("explain")
-@config_options()
-def explain(**options: Any) -> None:
+@config_command.command("explain")
+@cache_options()
+def explain_command(**options: Any) -> None:
     """Print every option as it holds, one `name = value` a line, each with the reason.
 
     Exits with 2 and the reason where the options can't work.
     """
-    from hicache_ray.config import HiCacheConfig
-    from hicache_ray.config import explain as explained
-
     with bad_input():
-        lines = explained(HiCacheConfig.from_mapping(given_options(options)))
+        lines = explain(HiCacheConfig.from_mapping(given_options(options)))
     click.echo("\n".join(lines))

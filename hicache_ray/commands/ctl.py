@@ -1,7 +1,4 @@
-"""`hicache-ray ctl`: look at a running service, and change it, as one more driver beside those that use it.
-
-How `hicache-ray ctl` says what it found.
-"""
+"""`hicache-ray ctl`: look at a running service, and change it, as one more driver beside those that use it."""
 
 from __future__ import annotations
 
@@ -14,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicache_ray.commands.input import BadInput, bad_input
-from hicache_ray.commands.running import RunFailed
-from hicache_ray.config import HiCacheConfig
-from hicache_ray.config.options import PREFETCH_KEYS, options_of, parse_extra_config, types_of
+from hicache_ray.commands.failures import BadInput, RunFailed, bad_input
+from hicache_ray.commands.parameters import CACHE_OPTIONS, command_option
+from hicache_ray.config.extra import PREFETCH_KEYS, parse_extra_config
+from hicache_ray.config.option import value_text
 from hicache_ray.rank.control import POLICIES, ControlRefused, ControlTimeout, checked_policies
+from hicache_ray.replay.report import POOL_NAMES
 
 if TYPE_CHECKING:
     from hicache_ray.actors.group import TPGroup
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--name", default="hicache", show_default=True, help="Of the service.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def command(context: click.Context, address: str | None, name: str, as_json: bool) -> None:
+def ctl_command(context: click.Context, address: str | None, name: str, as_json: bool) -> None:
     """Look at a running service and change it, while others go on using it.
 
     Without --group a command is for every group of the service. Exit code 1 where a command was refused or an audit
@@ -44,19 +42,15 @@ def _group_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _policy_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    options, types = options_of(HiCacheConfig), types_of(HiCacheConfig)
-    for name, option in reversed(list(POLICIES.items())):
-        values = f" Values: {options[option].values}." if options[option].values else ""
-        function = click.option(
-            f"--{name.replace('_', '-')}", name, type=types[option][0], help=options[option].help + values
-        )(function)
+    for name in reversed(list(POLICIES.values())):
+        function = command_option(CACHE_OPTIONS[name])(function)
     return function
 
 
-@command.command()
+@ctl_command.command("status")
 @_group_option
 @click.pass_obj
-def status(settings: dict[str, Any], group: str | None) -> None:
+def status_command(settings: dict[str, Any], group: str | None) -> None:
     """Print what each rank holds and does, its policies, and the state of L3."""
     with _service(settings) as service:
         rows = {name: service.group(name).status() for name in _groups(service, group)}
@@ -69,51 +63,53 @@ def status(settings: dict[str, Any], group: str | None) -> None:
         click.echo("\n".join(status_lines(name, ranks)))
 
 
-@command.command()
+@ctl_command.command("flush")
 @_group_option
 @click.pass_obj
-def flush(settings: dict[str, Any], group: str | None) -> None:
+def flush_command(settings: dict[str, Any], group: str | None) -> None:
     """Drop everything in L1 and L2; L3 stays. Refused while requests run."""
     _each(settings, group, "flushed", lambda target: target.flush())
 
 
-@command.command()
+@ctl_command.command("abort")
 @click.argument("rids", nargs=-1, metavar="[REQUEST]...")
 @click.option("--all", "everything", is_flag=True, help="All that are admitted: nothing may be serving.")
 @_group_option
 @click.pass_obj
-def abort(settings: dict[str, Any], rids: tuple[str, ...], everything: bool, group: str | None) -> None:
+def abort_command(settings: dict[str, Any], rids: tuple[str, ...], everything: bool, group: str | None) -> None:
     """End REQUESTs that nobody else will end, as those of a driver that died; `ctl status` names them."""
     if bool(rids) == everything:
         raise BadInput("name requests, or give --all")
     _each(settings, group, "aborted", lambda target: target.abort(None if everything else rids))
 
 
-@command.command()
+@ctl_command.command("attach")
 @click.argument("backend")
 @click.option("--options", metavar="JSON", help="Of the backend: JSON text, or @ and a JSON, TOML or YAML file.")
 @_policy_options
 @_group_option
 @click.pass_obj
-def attach(settings: dict[str, Any], backend: str, options: str | None, group: str | None, **policies: Any) -> None:
+def attach_command(
+    settings: dict[str, Any], backend: str, options: str | None, group: str | None, **policies: Any
+) -> None:
     """Begin to use an L3 BACKEND, on all ranks of a group or on none."""
     given, chosen = _given(policies), _backend_options(options)
     _each(settings, group, f"uses {backend}", lambda target: target.attach(backend, chosen, **given))
 
 
-@command.command()
+@ctl_command.command("detach")
 @_group_option
 @click.pass_obj
-def detach(settings: dict[str, Any], group: str | None) -> None:
+def detach_command(settings: dict[str, Any], group: str | None) -> None:
     """Stop using L3; what is in flight to it ends first."""
     _each(settings, group, "detached", lambda target: target.detach())
 
 
-@command.command()
+@ctl_command.command("policies")
 @_policy_options
 @_group_option
 @click.pass_obj
-def policies(settings: dict[str, Any], group: str | None, **policies: Any) -> None:
+def policies_command(settings: dict[str, Any], group: str | None, **policies: Any) -> None:
     """Change policies; without any, print those that hold."""
     given = _given(policies)
     if given:
@@ -128,20 +124,20 @@ def policies(settings: dict[str, Any], group: str | None, **policies: Any) -> No
         click.echo("\n".join(f"{name}: {policy} = {value_text(value)}" for policy, value in values.items()))
 
 
-@command.command("clear-l3")
+@ctl_command.command("clear-l3")
 @click.option("--everything", is_flag=True, help="The pages of all models in that store, not only of this one.")
 @_group_option
 @click.pass_obj
-def clear_l3(settings: dict[str, Any], everything: bool, group: str | None) -> None:
+def clear_l3_command(settings: dict[str, Any], everything: bool, group: str | None) -> None:
     """Drop this model's pages from L3."""
     _each(settings, group, "L3 cleared", lambda target: target.clear_storage(everything=everything))
 
 
-@command.command()
+@ctl_command.command("audit")
 @click.option("--read-pages", is_flag=True, help="Also compare every page in L3 with its checksum.")
 @_group_option
 @click.pass_obj
-def audit(settings: dict[str, Any], read_pages: bool, group: str | None) -> None:
+def audit_command(settings: dict[str, Any], read_pages: bool, group: str | None) -> None:
     """Count slots, bytes, references, leases and arenas anew, and say what does not add up."""
     from hicache_ray.service import audit_service
 
@@ -155,10 +151,10 @@ def audit(settings: dict[str, Any], read_pages: bool, group: str | None) -> None
         raise RunFailed("; ".join(found["faults"]))
 
 
-@command.command()
+@ctl_command.command("metrics")
 @_group_option
 @click.pass_obj
-def metrics(settings: dict[str, Any], group: str | None) -> None:
+def metrics_command(settings: dict[str, Any], group: str | None) -> None:
     """Print the metrics of every rank, as Prometheus text; Ray exports the same."""
     from hicache_ray.metrics import exposition
 
@@ -170,10 +166,10 @@ def metrics(settings: dict[str, Any], group: str | None) -> None:
         click.echo(exposition(snapshot for ranks in rows.values() for snapshot in ranks), nl=False)
 
 
-@command.command()
+@ctl_command.command("heals")
 @_group_option
 @click.pass_obj
-def heals(settings: dict[str, Any], group: str | None) -> None:
+def heals_command(settings: dict[str, Any], group: str | None) -> None:
     """Print each rebuild of a group, and each storage actor that hung and was ended, since the supervisor started."""
     with _service(settings) as service:
         wanted = _groups(service, group)
@@ -245,9 +241,10 @@ def _each(settings: dict[str, Any], group: str | None, done: str, act: Callable[
 
 
 def _given(policies: dict[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in policies.items() if value is not None}
     with bad_input():
-        return checked_policies(given)
+        return checked_policies(
+            {name: CACHE_OPTIONS[name].read(text) for name, text in policies.items() if text is not None}
+        )
 
 
 def _backend_options(text: str | None) -> dict[str, Any]:
@@ -260,7 +257,6 @@ def _backend_options(text: str | None) -> dict[str, Any]:
     return options
 
 
-TIERS = {"device": "L1", "host": "L2"}
 NAMED_REQUESTS = 8
 """Most requests that a status names."""
 
@@ -288,7 +284,9 @@ def status_lines(name: str, ranks: Sequence[dict[str, Any]]) -> list[str]:
             f"  rank {row['rank']}    pid {row['pid']}, step {row['next_step']}, {requests['running']} running, "
             f"{requests['waiting']} waiting, in flight: {flying}"
         )
-        lines += [f"            {TIERS[pool]}: {_pages_text(pages)}" for pool, pages in row["pages"].items()]
+        lines += [
+            f"            {POOL_NAMES[pool].upper()}: {_pages_text(pages)}" for pool, pages in row["pages"].items()
+        ]
     return lines
 
 
@@ -303,7 +301,7 @@ def audit_lines(found: dict[str, Any]) -> list[str]:
                 f"{references['protections']} protections, digest {row['digest']:016x} at step {row['next_step']}"
             )
             lines += [
-                f"  {TIERS[pool]}: {_pages_text(pages)}; {row['bytes'][pool]['used']} of "
+                f"  {_pages_text(pool, pages)}; {row['bytes'][pool]['used']} of "
                 f"{row['bytes'][pool]['total']} bytes used"
                 for pool, pages in row["pages"].items()
             ]
@@ -315,10 +313,9 @@ def audit_lines(found: dict[str, Any]) -> list[str]:
     return lines if found["faults"] else [*lines, "everything adds up"]
 
 
-def _pages_text(pages: dict[str, int]) -> str:
-    return (
-        f"{pages['total']} pages: {pages['free']} free, {pages['in_tree']} in the tree, {pages['in_flight']} in flight"
-    )
+def _pages_text(pool: str, pages: dict[str, int]) -> str:
+    counts = f"{pages['free']} free, {pages['in_tree']} in the tree, {pages['in_flight']} in flight"
+    return f"{POOL_NAMES[pool].upper()}: {pages['total']} pages: {counts}"
 
 
 def heal_line(row: dict[str, Any]) -> str:
@@ -339,8 +336,3 @@ def storage_heal_line(row: dict[str, Any]) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["ended_at"]))
     silence = row["ended_at"] - row["silent_at"]
     return f"{when} storage actor {row['member']}: silent for {silence:.1f} s; process {row['pid']} was ended"
-
-
-def value_text(value: Any) -> str:
-    """A policy's value as it is written on the command line."""
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

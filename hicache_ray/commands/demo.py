@@ -6,15 +6,16 @@ from pathlib import Path
 
 import click
 
-from hicache_ray.commands.input import OutputPath, bad_input, check_output
-from hicache_ray.commands.running import LOCAL, RAY, RunFailed, checked_config, run_replay, write_json
+from hicache_ray.commands.failures import RunFailed, bad_input
+from hicache_ray.commands.parameters import OutputPath, write_json
+from hicache_ray.commands.replay import LOCAL, RAY, checked_config, run_replay
 from hicache_ray.replay.report import report_tables, tier_sentences
 from hicache_ray.replay.settings import ReplaySettings
 from hicache_ray.replay.workload import load_workload
 
 WORKLOAD = "chat:sessions=40,turns=6,system=512,turn=96,answer=96"
-SETTINGS = ReplaySettings(
-    tp=2,
+DEMO_SETTINGS = ReplaySettings.of(
+    tp_size=2,
     page_size=16,
     layers=4,
     heads=4,
@@ -38,7 +39,7 @@ INTRODUCTION = (
 @click.command("demo")
 @click.option("--local", is_flag=True, help="All ranks in this process, without Ray.")
 @click.option("--json", "json_path", type=OutputPath(), help="Write the report there (- is stdout).")
-def command(local: bool, json_path: Path | None) -> int:
+def demo_command(local: bool, json_path: Path | None) -> int:
     """See it work on this machine: two instances of two ranks, two storage actors, a chat workload.
 
     Starts Ray if none runs, and stops what it started.
@@ -48,12 +49,10 @@ def command(local: bool, json_path: Path | None) -> int:
     console, out = Console(stderr=True), Console(stderr=str(json_path) == "-")
     mode = LOCAL if local else RAY
     with bad_input():
-        if json_path is not None and str(json_path) != "-":
-            check_output(json_path, "--json")
         workload = load_workload(WORKLOAD)
-    config = checked_config(workload, SETTINGS, mode)
+    config = checked_config(workload, DEMO_SETTINGS, mode)
     out.print(INTRODUCTION + "\n", highlight=False)
-    report = run_replay(workload, SETTINGS, config, mode, console)
+    report = run_replay(workload, DEMO_SETTINGS, config, mode, console)
     for table in report_tables(report):
         out.print(table)
     out.print()

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicache_ray.commands.input import (
-    MOST_PROCESSES,
-    BadInput,
+from hicache_ray.commands.failures import BadInput, RunFailed, bad_input, in_one_line, start_failures
+from hicache_ray.commands.parameters import (
+    COUNT,
+    PROCESSES,
     ByteSize,
+    F,
     OutputPath,
     Whole,
-    bad_input,
-    check_output,
-    config_options,
-    given_options,
+    cache_options,
+    command_option,
+    type_of,
+    write_json,
 )
-from hicache_ray.commands.running import INDEX, LOCAL, RAY, RunFailed, checked_config, run_replay, write_json
-from hicache_ray.config.names import (
-    ATTENTION_KINDS,
-    IO_BACKENDS,
-    MEM_LAYOUTS,
-    PREFETCH_POLICIES,
-    WRITE_POLICIES,
-    eviction_policies,
-)
+from hicache_ray.config import HiCacheConfig
+from hicache_ray.config.option import Option
 from hicache_ray.replay.report import ReplayReport, report_tables, sweep_table
-from hicache_ray.replay.settings import ReplaySettings
-from hicache_ray.replay.sweep import check_plot, combinations, parse_sweeps, plot_sweep
+from hicache_ray.replay.settings import (
+    NOT_OF_A_REPLAY,
+    OWN_OPTIONS,
+    REPLAY_DEFAULTS,
+    REPLAY_OPTIONS,
+    ReplaySettings,
+    check_unused,
+    index_settings,
+    replay_config,
+)
+from hicache_ray.replay.sweep import check_plot, combinations, parse_sweeps, plot_sweep, read_value
 from hicache_ray.replay.traces import BLOCK_TOKENS
 from hicache_ray.replay.workload import Workload, load_workload
 from hicache_ray.storage.registry import parse_storage_url
@@ -39,60 +43,50 @@ from hicache_ray.storage.registry import parse_storage_url
 if TYPE_CHECKING:
     from rich.console import Console
 
-Run = tuple[dict[str, "int | str"], ReplayReport]
+INDEX, LOCAL, RAY = "index", "local", "ray"
+"""Modes of a replay: on the index alone, on groups in this process, on a Ray cluster."""
 
-OWN_NAMES = (
-    *("tp_size", "page_size", "attention", "layers", "heads", "head_dim", "kv_lora_rank", "qk_rope_head_dim"),
-    *("l1_tokens", "hicache_ratio", "hicache_size", "storage_actors", "storage_actor_size", "radix_eviction_policy"),
-    *("hicache_write_policy", "hicache_storage_prefetch_policy", "hicache_mem_layout", "hicache_io_backend"),
-    *("pp_size", "pp_rank", "dp_size", "enable_dp_attention"),
-)
-"""Options of HiCacheConfig that a replay has under a name of its own, or not at all."""
+BAR_STEPS = 200
+"""Times that a progress bar is brought up to date in the course of a run."""
 
-DEFAULTS = ReplaySettings()
-COUNT = Whole(1)
-PROCESSES = Whole(1, MOST_PROCESSES)
+Run = tuple[dict[str, Any], ReplayReport]
+
+_TYPES: Mapping[str, click.ParamType[Any]] = {
+    "tp_size": PROCESSES,
+    "storage_actors": PROCESSES,
+    "instances": PROCESSES,
+    "l3_bytes": ByteSize(),
+}
+_HELP = {
+    "head_dim": "Elements of a head, or of the latent (MLA).",
+    "l1_tokens": "Capacity of L1 per rank; with --index-only on a block trace: in blocks.",
+    "hicache_io_backend": "How pages move between L1 and L2. Default: what the layout needs.",
+}
+
+
+def _replay_options(function: F) -> F:
+    """The options that a replay has defaults of its own for, read by click."""
+    defaults = {**REPLAY_DEFAULTS, **{name: option.default for name, option in OWN_OPTIONS.items()}}
+    for name, default in reversed(defaults.items()):
+        option = REPLAY_OPTIONS[name]
+        read = _TYPES.get(name) or type_of(option)
+        function = command_option(option, help=_HELP.get(name, ""), type=read, default=default)(function)
+    return function
 
 
 @click.command("replay")
 @click.argument("source", metavar="TRACE")
-@click.option("--tp", type=PROCESSES, default=DEFAULTS.tp, help="Tensor-parallel ranks of an instance.")
-@click.option("--page-size", type=COUNT, default=DEFAULTS.page_size, help="Tokens a page.")
-@click.option("--attention", type=click.Choice(ATTENTION_KINDS), default=DEFAULTS.attention, help="Kind of KV cache.")
-@click.option("--layers", type=COUNT, default=DEFAULTS.layers, help="Layers of the KV cache.")
-@click.option("--heads", type=COUNT, default=DEFAULTS.heads, help="KV heads (MHA).")
-@click.option("--head-dim", type=COUNT, default=DEFAULTS.head_dim, help="Elements of a head, or of the latent (MLA).")
-@click.option("--l1-tokens", type=COUNT, help="Capacity of L1 per rank; with --index-only on a block trace: in blocks.")
-@click.option("--l2-tokens", type=Whole(0), help="Capacity of L2 per rank, as for L1. Default: 4 x L1.")
-@click.option("--l3-bytes", type=ByteSize(), default=DEFAULTS.l3_bytes, help="Capacity of L3 (64MiB, 1GB); 0: none.")
+@_replay_options
 @click.option("--l3", metavar="URL", help="L3 instead: file:///DIR, mooncake://HOST:PORT?metadata=URL, ray://POOL.")
-@click.option("--storage-actors", type=PROCESSES, default=DEFAULTS.storage_actors, help="Storage actors that hold L3.")
-@click.option("--policy", type=click.Choice(eviction_policies()), default=DEFAULTS.policy, help="Eviction policy.")
-@click.option(
-    "--write-policy", type=click.Choice(WRITE_POLICIES), default=DEFAULTS.write_policy, help="L1 to L2: when."
-)
-@click.option(
-    "--prefetch-policy",
-    type=click.Choice(PREFETCH_POLICIES),
-    default=DEFAULTS.prefetch_policy,
-    help="When a request stops waiting for L3.",
-)
-@click.option("--layout", type=click.Choice(MEM_LAYOUTS), default=DEFAULTS.layout, help="Order of bytes in L2.")
-@click.option("--io-backend", type=click.Choice(IO_BACKENDS), help="L1 to L2: how. Default: what the layout needs.")
-@click.option(
-    "--instances", type=PROCESSES, default=DEFAULTS.instances, help="Groups that share L3, served round robin."
-)
-@click.option("--concurrency", type=COUNT, default=DEFAULTS.concurrency, help="Most requests of an instance in a step.")
 @click.option("--limit", type=COUNT, help="Only the first so many requests.")
 @click.option("--block-tokens", type=Whole(1, BLOCK_TOKENS), default=BLOCK_TOKENS, help="Scale trace blocks.")
 @click.option("--index-only", is_flag=True, help="The index alone: no Ray, no bytes, one trace block is one page.")
 @click.option("--local", is_flag=True, help="All ranks in this process, without Ray.")
-@click.option("--seed", type=Whole(0), default=DEFAULTS.seed, help="Of everything that is made up.")
 @click.option("--json", "json_path", type=OutputPath(), help="Write the report there (- is stdout).")
 @click.option("--sweep", "sweeps", multiple=True, metavar="NAME=V1,V2", help="Run each value; may be given repeatedly.")
 @click.option("--plot", "plot_path", type=OutputPath(), help="Draw the sweep there (.png, .svg, .pdf).")
-@config_options(leave_out=OWN_NAMES)
-def command(source: str, index_only: bool, local: bool, **options: Any) -> int:
+@cache_options(leave_out=(*REPLAY_DEFAULTS, *NOT_OF_A_REPLAY))
+def replay_command(source: str, index_only: bool, local: bool, **options: Any) -> int:
     """Replay TRACE and report what each tier saved.
 
     TRACE is a Mooncake trace (one JSON object a line with input_length, output_length and hash_ids), a tau-bench
@@ -119,6 +113,48 @@ def command(source: str, index_only: bool, local: bool, **options: Any) -> int:
     return 0
 
 
+def checked_config(workload: Workload, settings: ReplaySettings, mode: str) -> HiCacheConfig | None:
+    """The configuration of a run, None for one on the index alone; raises BadInput where it can't work."""
+    with bad_input():
+        if mode == INDEX:
+            index_settings(settings, workload)
+            check_unused(settings, workload)
+            return None
+        from hicache_ray.replay.run import BACKENDS, check_memory
+
+        config = replay_config(settings, workload, storage_backend=BACKENDS[mode])
+        check_memory(config, settings)
+        return config
+
+
+def run_replay(
+    workload: Workload, settings: ReplaySettings, config: HiCacheConfig | None, mode: str, console: Console
+) -> ReplayReport:
+    """One replay with a progress bar on `console`; `config` is what `checked_config` gave.
+
+    Raises:
+        BadInput: a request can never run with these settings, or the groups can't be had.
+        RunFailed: a group failed.
+    """
+    if config is None:
+        from hicache_ray.replay.index_only import replay_index
+
+        with bad_input(), _bar(console, workload.total) as progress:
+            return replay_index(workload, index_settings(settings, workload), progress)
+    from hicache_ray.replay.driver import DriveSettings
+    from hicache_ray.replay.run import GROUPS, replay_workload
+
+    with _failures(), ExitStack() as stack:
+        starting = console.status(f"starting {settings.instances} x {config.tp_size} ranks")
+        with starting, start_failures() if mode == RAY else nullcontext():
+            groups = stack.enter_context(GROUPS[mode](config, settings))
+        drive = DriveSettings(page_size=config.page_size, concurrency=settings.concurrency)
+        progress = stack.enter_context(_bar(console, workload.total))
+        return replay_workload(
+            workload, groups, drive, mode=mode, described=settings.described(config), progress=progress
+        )
+
+
 def _runs(source: str, mode: str, options: Mapping[str, Any], console: Console) -> tuple[list[Run], list[str]]:
     """All runs of the command, everything that can be checked being checked before the first begins."""
     workload, settings, sweeps = _prepare(source, options)
@@ -132,31 +168,28 @@ def _runs(source: str, mode: str, options: Mapping[str, Any], console: Console) 
     return runs, list(sweeps)
 
 
-def _prepare(source: str, options: Mapping[str, Any]) -> tuple[Workload, ReplaySettings, dict[str, list[int | str]]]:
-    own = {entry.name: options[entry.name] for entry in fields(ReplaySettings) if entry.name != "others"}
+def _prepare(source: str, options: Mapping[str, Any]) -> tuple[Workload, ReplaySettings, dict[str, list[Any]]]:
+    given = {name: options[name] for name in REPLAY_OPTIONS if options[name] is not None}
     with bad_input():
-        if options["json_path"] is not None and str(options["json_path"]) != "-":
-            check_output(options["json_path"], "--json")
         if options["plot_path"] is not None:
             check_plot(options["plot_path"])
-            check_output(options["plot_path"], "--plot")
-        sweeps = parse_sweeps(options["sweeps"], _option_value)
-        others = given_options({**options, **dict.fromkeys(OWN_NAMES)})
-        settings = ReplaySettings(**own, others={**others, **_store(options["l3"])})
+        sweeps = parse_sweeps(options["sweeps"], _swept_value)
+        settings = ReplaySettings().with_values({**given, **_store(options["l3"])})
         workload = load_workload(
             source, limit=options["limit"], seed=options["seed"], block_tokens=options["block_tokens"]
         )
     return workload, settings, sweeps
 
 
-def _option_value(name: str, text: str) -> int | str:
-    """A swept value, read as the option of that name reads it; ValueError when it is none."""
-    (option,) = (known for known in command.params if known.name == name)
+def _swept_value(option: Option, text: str) -> Any:
+    """A swept value, read as the command line reads it; ValueError when it is none."""
+    (parameter,) = (known for known in replay_command.params if known.name == option.name)
+    if isinstance(parameter.type, click.types.StringParamType):
+        return read_value(option, text)
     try:
-        value: int | str = option.type.convert(text, option, None)
+        return parameter.type.convert(text, parameter, None)
     except click.BadParameter as error:
         raise ValueError(error.message) from None
-    return value
 
 
 def _store(url: str | None) -> dict[str, Any]:
@@ -190,5 +223,42 @@ def _document(runs: Sequence[Run], swept: Sequence[str]) -> dict[str, Any]:
     return {"sweep": list(swept), "runs": [{"values": values, **report.as_dict()} for values, report in runs]}
 
 
-def _named(values: Mapping[str, int | str]) -> str:
+def _named(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Says in one sentence why a run ended, where it is a reason that a user can do something about."""
+    from hicache_ray.actors.errors import GroupError
+    from hicache_ray.pools.memory import PoolMemoryError
+    from hicache_ray.rank.request import RequestError
+    from hicache_ray.replay.driver import Stalled
+    from hicache_ray.storage.registry import BackendError
+
+    try:
+        yield
+    except (RequestError, PoolMemoryError, BackendError) as error:
+        raise BadInput(str(error)) from error
+    except (GroupError, Stalled) as error:
+        raise RunFailed(in_one_line(error)) from error
+
+
+@contextmanager
+def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar where the console is a terminal; gives what is told the number of requests done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    step = max(1, total // BAR_STEPS)
+    shown = 0
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=total)
+
+        def update(done: int) -> None:
+            nonlocal shown
+            if done - shown >= step:
+                shown = done
+                bar.update(task, completed=done)
+
+        yield update

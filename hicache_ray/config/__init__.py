@@ -1,13 +1,9 @@
 """The configuration: `HiCacheConfig`, what it resolves to on a machine, and the error that says what can't work."""
 
-from hicache_ray.config.config import (
-    HiCacheConfig,
-    effective_prefetch_threshold,
-    prefetch_timeout,
-    prefetch_timeout_per_page,
-)
-from hicache_ray.config.options import ConfigError
-from hicache_ray.config.rules import Adjustment, Capabilities, Resolution, explain
+from hicache_ray.config.config import HiCacheConfig, Resolution, explain
+from hicache_ray.config.option import ConfigError
+from hicache_ray.config.options import effective_prefetch_threshold, prefetch_timeout_per_page
+from hicache_ray.config.rules import Adjustment, Capabilities
 
 __all__ = [
     "Adjustment",
@@ -17,6 +13,5 @@ __all__ = [
     "Resolution",
     "effective_prefetch_threshold",
     "explain",
-    "prefetch_timeout",
     "prefetch_timeout_per_page",
 ]

@@ -32,6 +32,23 @@ PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 COLLECTIVE_BACKENDS = ("hicache", "gloo", "nccl")
 KV_EVENT_ENCODINGS = ("array", "map")
 
+STORAGE_BACKENDS = ("ray", "file", "mooncake", "dynamic")
+"""The storage backends of this package; the registry of storage adds those that others register."""
+
+_registered: list[str] = []
+
+
+def storage_backends() -> tuple[str, ...]:
+    """Names that `hicache_storage_backend` takes: the package's own and those registered in this process."""
+    return (*STORAGE_BACKENDS, *_registered)
+
+
+def add_storage_backend(name: str) -> None:
+    """Makes a name known; what makes the backend is told to `storage.registry.register_backend`, which calls this."""
+    if name not in storage_backends():
+        _registered.append(name)
+
+
 MEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_first_kv_split")
 """Orders of bytes in L2 and in L3 (docs/layouts.md)."""
 

@@ -1,207 +1,222 @@
-"""What an option is: its meaning, its valid values, and how a value for it is read and checked.
+"""Every option of the cache with its meaning, default and valid values, and what follows from the options' values.
 
-`HiCacheConfig`'s fields carry an `Option` each; the command line, the documentation and the checks all read it.
-
-`hicache_storage_backend_extra_config`: a mapping, JSON text, or `@file` in JSON, TOML or YAML (case 61).
+Names, values and defaults are SGLang 0.5.9's where SGLang has the option. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, get_args, get_type_hints
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-import yaml
+from hicache_ray.config.names import (
+    ATTENTION_KINDS,
+    COLLECTIVE_BACKENDS,
+    DEVICES,
+    IO_BACKENDS,
+    KV_DTYPES,
+    KV_EVENT_ENCODINGS,
+    MEM_LAYOUTS,
+    PREFETCH_POLICIES,
+    UNSUPPORTED_ATTENTION,
+    WRITE_POLICIES,
+    eviction_policies,
+    storage_backends,
+)
+from hicache_ray.config.option import ConfigError, option, options_of
+from hicache_ray.hashing import ModelIdentity
 
-
-class ConfigError(ValueError):
-    """A configuration that can't work; the text names the offending value and what would work."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """Description of one configuration field.
-
-    Attributes:
-        help: one sentence: what it sets, in which unit.
-        choices: the valid values, where they are few.
-        minimum, maximum: inclusive bounds of a number.
-        above: exclusive lower bound of a number.
-    """
-
-    help: str
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-
-    @property
-    def values(self) -> str:
-        """The valid values in words, for messages and documentation."""
-        if self.choices:
-            return "one of " + ", ".join(self.choices)
-        bounds = []
-        if self.above is not None:
-            bounds.append(f"above {self.above:g}")
-        if self.minimum is not None:
-            bounds.append(f"at least {self.minimum:g}")
-        if self.maximum is not None:
-            bounds.append(f"at most {self.maximum:g}")
-        return " and ".join(bounds)
+GIGABYTE = 10**9
+"""`hicache_size` counts decimal gigabytes, as SGLang does (case 58)."""
 
 
-def option(default: Any, help: str, **limits: Any) -> Any:
-    """A dataclass field with a default and an `Option` (its other attributes as keywords)."""
-    return field(default=default, metadata={"option": Option(help, **limits)})
+def effective_prefetch_threshold(threshold: int, page_size: int) -> int:
+    """Fewest tokens worth a prefetch: at least one page (case 43)."""
+    return max(threshold, page_size)
 
 
-def options_of(config: type[Any]) -> dict[str, Option]:
-    """The options of a configuration class by name, in the order of declaration."""
-    return {entry.name: entry.metadata["option"] for entry in fields(config)}
+def prefetch_timeout_per_page(page_size: int, per_ki_token: float) -> float:
+    """Seconds that the `timeout` policy grants for each page found in L3 (case 46)."""
+    return page_size / 1024 * per_ki_token
 
 
-def types_of(config: type[Any]) -> dict[str, tuple[type, ...]]:
-    """The types each option takes, `type(None)` among them where it may be unset."""
-    hints = get_type_hints(config)
-    return {name: get_args(hints[name]) or (hints[name],) for name in options_of(config)}
+class LayerRange(NamedTuple):
+    """Layers of one pipeline stage, half open."""
+
+    start: int
+    end: int
 
 
-def check_value(name: str, value: Any, spec: Option, types: tuple[type, ...]) -> Any:
-    """The value as the option's type (an int becomes a float where one is wanted); raises ConfigError otherwise."""
-    if value is None and type(None) in types:
-        return None
-    if float in types and type(value) is int:
-        value = float(value)
-    if not any(_is_a(value, wanted) for wanted in types):
-        raise ConfigError(f"{name} is {value!r}; give {_type_names(types)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{name} is {value!r}; give a finite number")
-    if spec.choices and value not in spec.choices:
-        raise ConfigError(f"{name} is {value!r}; use {spec.values}")
-    if isinstance(value, (int, float)) and not _is_within(value, spec):
-        raise ConfigError(f"{name} is {value!r}; it must be {spec.values}")
-    return value
+@dataclasses.dataclass(frozen=True)
+class CacheOptions:
+    """The options by themselves, each checked when it is set; `HiCacheConfig` reconciles them."""
 
+    # Model
+    model_name: str = option("", "Name of the model; part of every storage key.")
+    revision: str = option("", "Revision of the weights; part of every storage key.")
+    kv_cache_dtype: str = option("bfloat16", "Element type of the KV cache.", choices=tuple(KV_DTYPES))
+    attention: str = option("mha", "Shape of the KV cache: K and V by head, or one latent.", choices=ATTENTION_KINDS)
+    layers: int = option(32, "Layers of the whole model.", minimum=1)
+    heads: int = option(8, "KV heads of the whole model (MHA).", minimum=1)
+    head_dim: int = option(128, "Elements of a head's K, and of its V (MHA).", minimum=1)
+    kv_lora_rank: int = option(512, "Elements of the compressed latent (MLA).", minimum=1)
+    qk_rope_head_dim: int = option(64, "Elements of the rotary part beside the latent (MLA).", minimum=0)
+    enable_eagle: bool = option(False, "Key the cache by token pairs, for EAGLE speculative decoding.")
 
-def parse_text(name: str, text: str, types: tuple[type, ...]) -> Any:
-    """A value from a command line or a text file, for an option whose types are no text."""
-    if type(None) in types and text.lower() in ("", "none", "null"):
-        return None
-    if str in types:
-        return text
-    if bool in types:
-        words = {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }
-        if text.lower() not in words:
-            raise ConfigError(f"{name} is {text!r}; give true or false")
-        return words[text.lower()]
-    try:
-        return int(text) if int in types else float(text)
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}; give {_type_names(types)}") from None
+    # Parallel shape
+    tp_size: int = option(1, "Tensor-parallel ranks; one rank actor each.", alias="tp", minimum=1)
+    pp_size: int = option(1, "Pipeline stages of the model.", alias="pp", minimum=1)
+    pp_rank: int = option(0, "Pipeline stage this instance of the cache serves.", minimum=0)
+    dp_size: int = option(1, "Data-parallel ranks.", alias="dp", minimum=1)
+    enable_dp_attention: bool = option(False, "Split the tensor-parallel ranks into dp_size attention groups.")
 
-
-def _is_a(value: Any, wanted: Any) -> bool:
-    if wanted is bool or isinstance(value, bool):
-        return wanted is bool and isinstance(value, bool)
-    return isinstance(value, getattr(wanted, "__origin__", wanted))
-
-
-def _is_within(value: float, spec: Option) -> bool:
-    return not (
-        (spec.above is not None and value <= spec.above)
-        or (spec.minimum is not None and value < spec.minimum)
-        or (spec.maximum is not None and value > spec.maximum)
+    # L1
+    page_size: int = option(1, "Tokens a page: the unit of matching, hashing, copying and storing.", minimum=1)
+    device: str = option("auto", "Where L1 lives; auto takes an accelerator where there is one.", choices=DEVICES)
+    l1_tokens: int = option(4096, "Capacity of L1 in tokens, per rank.", minimum=1)
+    attention_backend: str | None = option(None, "Attention backend of the engine.")
+    decode_attention_backend: str | None = option(None, "Attention backend for decoding; unset: attention_backend.")
+    enable_hierarchical_cache: bool = option(True, "SGLang's main switch; must stay true.")
+    disable_radix_cache: bool = option(False, "SGLang's switch against prefix caching; must stay false.")
+    radix_eviction_policy: str = option(
+        "lru", "Order of eviction from L1 and L2.", alias="policy", choices=eviction_policies
     )
 
+    # L2
+    hicache_ratio: float = option(2.0, "Capacity of L2 as a multiple of L1.", above=0)
+    hicache_size: float = option(
+        0.0, "Capacity of L2 in gigabytes, per rank; above 0 it replaces the ratio.", minimum=0
+    )
+    host_memory_reserve: float = option(10.0, "Host memory in gigabytes that L2 must leave free.", minimum=0)
+    hicache_write_policy: str = option(
+        "write_through", "When L1 is copied to L2.", alias="write_policy", choices=WRITE_POLICIES
+    )
+    hicache_io_backend: str = option(
+        "kernel", "How pages move between L1 and L2.", alias="io_backend", choices=IO_BACKENDS
+    )
+    hicache_mem_layout: str = option(
+        "layer_first", "Order of bytes in L2 and in L3.", alias="layout", choices=MEM_LAYOUTS
+    )
+    load_back_threshold: int = option(10, "Fewest tokens worth loading from L2 to L1.", minimum=0)
 
-def _type_names(types: Iterable[Any]) -> str:
-    words: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return " or ".join(words.get(wanted, "a mapping") for wanted in types if wanted is not type(None))
+    # L3
+    hicache_storage_backend: str | None = option(None, "L3 backend; unset: two tiers only.", choices=storage_backends)
+    hicache_storage_backend_extra_config: str | Mapping[str, Any] | None = option(
+        None, "Options of the L3 backend: a mapping, JSON text, or @ and a JSON, TOML or YAML file."
+    )
+    hicache_storage_prefetch_policy: str = option(
+        "best_effort", "When a request stops waiting for L3.", alias="prefetch_policy", choices=PREFETCH_POLICIES
+    )
+    prefetch_threshold: int = option(256, "Fewest tokens worth fetching from L3; at least one page.", minimum=0)
+    prefetch_timeout_base: float = option(1.0, "Prefetch time limit before any page (timeout policy).", minimum=0)
+    prefetch_timeout_per_ki_token: float = option(
+        0.25, "Prefetch time limit added per 1024 tokens found in L3 (timeout policy).", minimum=0
+    )
+    hicache_storage_pass_prefix_keys: bool = option(
+        False, "Tell the backend the hashes before the pages of a call, for path-like stores.", alias="pass_prefix_keys"
+    )
+    storage_actors: int = option(1, "Storage actors of the `ray` backend.", minimum=1)
+    storage_actor_size: float = option(1.0, "Capacity of a storage actor in gigabytes.", above=0)
+    storage_replicas: int = option(1, "Storage actors that hold each page.", alias="replicas", minimum=1)
 
+    # Time limits and group
+    storage_timeout: float = option(5.0, "Limit of one call to L3, in seconds.", above=0)
+    step_timeout: float = option(
+        10.0, "Limit of one step of the group, and of any process's silence, in seconds.", above=0
+    )
+    collective_timeout: float = option(5.0, "Limit of one reduction over the group, in seconds.", above=0)
+    collective_backend: str = option(
+        "hicache", "Ray collective backend of the group's reductions.", choices=COLLECTIVE_BACKENDS
+    )
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+    # What others are told
+    enable_kv_events: bool = option(False, "Publish which pages come to and leave L1 and L2.")
+    kv_events_endpoint: str = option("tcp://*:5557", "ZMQ endpoint of the KV events; port * is any free one.")
+    kv_events_replay_endpoint: str | None = option(
+        None, "ZMQ endpoint that repeats events a subscriber missed; unset: none."
+    )
+    kv_events_topic: str = option("", "Topic of the KV events' messages.")
+    kv_events_encoding: str = option(
+        "array", "How an event is encoded: as vLLM's up to 0.23, or its maps.", choices=KV_EVENT_ENCODINGS
+    )
+    enable_metrics: bool = option(True, "Export counters through Ray's metrics.")
 
-PREFETCH_KEYS = (
-    "prefetch_threshold",
-    "prefetch_timeout_base",
-    "prefetch_timeout_per_ki_token",
-    "hicache_storage_pass_prefix_keys",
-)
-"""Options that SGLang reads from the extra config; given there, they are the options of the same name here."""
+    def __post_init__(self) -> None:
+        if self.attention in UNSUPPORTED_ATTENTION:
+            raise ConfigError(
+                f"attention is {self.attention!r}: its pools ({UNSUPPORTED_ATTENTION[self.attention]}) have no host "
+                f"tier; the hierarchical cache serves mha and mla"
+            )
+        for name, spec in options_of(type(self)).items():
+            object.__setattr__(self, name, spec.check(getattr(self, name)))
 
-_NAME = "hicache_storage_backend_extra_config"
+    @property
+    def attention_tp_size(self) -> int:
+        """Ranks over which one token's heads are split: the ranks of one group."""
+        return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
 
+    @property
+    def local_heads(self) -> int:
+        """KV heads on one rank; heads fewer than ranks are replicated. 1 for MLA."""
+        return 1 if self.attention == "mla" else max(1, self.heads // self.attention_tp_size)
 
-def parse_extra_config(extra: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The extra config as a new dict; empty for None and for blank text.
+    @property
+    def latent_dim(self) -> int:
+        """Elements of a token's latent in one layer (MLA)."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
-    Raises:
-        ConfigError: the text or the file is no JSON, TOML or YAML mapping with text keys, or can't be read.
-    """
-    if extra is None:
-        return {}
-    parsed = _parse_text(extra.strip()) if isinstance(extra, str) else extra
-    if not isinstance(parsed, Mapping):
-        raise ConfigError(f"{_NAME} holds a {type(parsed).__name__}; give a mapping of option names to values")
-    for key in parsed:
-        if not isinstance(key, str):
-            raise ConfigError(f"{_NAME} has the key {key!r}; keys must be text")
-    return dict(parsed)
+    @property
+    def layer_range(self) -> LayerRange:
+        """The layers of this pipeline stage; the first stages take one more where the layers do not divide."""
+        base, extra = divmod(self.layers, self.pp_size)
+        start = self.pp_rank * base + min(self.pp_rank, extra)
+        return LayerRange(start, start + base + (self.pp_rank < extra))
 
+    @property
+    def torch_dtype_name(self) -> str:
+        """Name of the KV cache's dtype in torch."""
+        return KV_DTYPES[self.kv_cache_dtype]
 
-def _parse_text(text: str) -> Any:
-    if not text:
-        return {}
-    if text.startswith("@"):
-        return _parse_file(Path(text[1:]))
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{_NAME} is no JSON ({error}); give JSON text, or @ and the name of a file") from None
+    @property
+    def storage_actor_bytes(self) -> int:
+        """Byte budget of one storage actor."""
+        return int(self.storage_actor_size * GIGABYTE)
 
+    @property
+    def prefetch_min_tokens(self) -> int:
+        """The prefetch threshold that holds: at least one page (case 43)."""
+        return effective_prefetch_threshold(self.prefetch_threshold, self.page_size)
 
-def _parse_file(path: Path) -> Any:
-    parse = _PARSERS.get(path.suffix.lower())
-    if parse is None:
-        raise ConfigError(f"{_NAME} names the file {str(path)!r}; its name must end in {', '.join(_PARSERS)}")
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{_NAME}: the file {str(path)!r} can't be read: {error.strerror}") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{_NAME}: the file {str(path)!r} is no {path.suffix[1:].upper()}: {error}") from error
+    @property
+    def prefetch_timeout_per_page(self) -> float:
+        """Seconds the `timeout` policy grants per page found in L3 (case 46)."""
+        return prefetch_timeout_per_page(self.page_size, self.prefetch_timeout_per_ki_token)
 
+    def identity(self, tp_rank: int = 0) -> ModelIdentity:
+        """What the pages of one of the `tp_size` ranks belong to in L3.
 
-_PARSERS: Mapping[str, Callable[[str], Any]] = {
-    ".json": json.loads,
-    ".toml": tomllib.loads,
-    ".yaml": yaml.safe_load,
-    ".yml": yaml.safe_load,
-}
-
-
-STORAGE_BACKENDS = ("ray", "file", "mooncake", "dynamic")
-
-
-def storage_backend_names() -> tuple[str, ...]:
-    """Built-in storage backends and those registered in this process."""
-    # Whoever registered a name has loaded the registry. Importing it here would turn the imports around.
-    registry = sys.modules.get("hicache_ray.storage.registry")
-    registered = registry.backend_names() if registry is not None else ()
-    return (*STORAGE_BACKENDS, *(name for name in registered if name not in STORAGE_BACKENDS))
+        Under data-parallel attention the rank counts within its attention group.
+        """
+        if not 0 <= tp_rank < self.tp_size:
+            raise ConfigError(f"tp_rank is {tp_rank} of tp_size {self.tp_size}; ranks run from 0 to size - 1")
+        attention_group, attention_rank = divmod(tp_rank, self.attention_tp_size)
+        mla = self.attention == "mla"
+        return ModelIdentity(
+            model=self.model_name,
+            revision=self.revision,
+            kv_dtype=self.torch_dtype_name,
+            page_size=self.page_size,
+            layout=self.hicache_mem_layout,
+            key_mode="bigram" if self.enable_eagle else "plain",
+            attention=self.attention,
+            heads=self.local_heads,
+            head_dim=self.latent_dim if mla else self.head_dim,
+            tp_rank=attention_rank,
+            tp_size=self.attention_tp_size,
+            pp_rank=self.pp_rank,
+            pp_size=self.pp_size,
+            dp_rank=attention_group,
+            dp_size=self.dp_size if self.enable_dp_attention else 1,
+            layer_start=self.layer_range.start,
+            layer_end=self.layer_range.end,
+        )

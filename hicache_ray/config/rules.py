@@ -1,27 +1,20 @@
-"""How options are reconciled with each other and with the machine: adjustments, each said once, and refusals.
+"""How options are reconciled with each other and with the machine: adjustments, then refusals.
 
-The adjustments are those of SGLang 0.5.9 and of the article's section 5.6 (cases 59 and 60 and their ruling).
-
-Combinations of options that can't work, each refused with its reason (ruling on cases 59 and 60).
+The adjustments are those of SGLang 0.5.9 (cases 59 and 60 with their ruling).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hicache_ray.config.names import REPLACED_LAYOUTS, can_copy, layouts_of
-from hicache_ray.config.options import PREFETCH_KEYS, ConfigError, parse_extra_config
+from hicache_ray.config.option import ConfigError, value_text
+from hicache_ray.config.options import CacheOptions
 
-if TYPE_CHECKING:
-    from hicache_ray.config.config import HiCacheConfig
-
-
-logger = logging.getLogger("hicache_ray.config")
+Options = TypeVar("Options", bound=CacheOptions)
 
 
 class Capabilities(NamedTuple):
@@ -57,98 +50,19 @@ class Adjustment(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.name} is {_text(self.new)} instead of {_text(self.old)}: {self.reason}"
+        return f"{self.name} is {value_text(self.new)} instead of {value_text(self.old)}: {self.reason}"
 
 
-class Resolution(NamedTuple):
-    """The configuration that holds, and what was changed to get there."""
-
-    config: HiCacheConfig
-    adjustments: list[Adjustment]
-
-
-def resolve(config: HiCacheConfig, capabilities: Capabilities | None = None) -> Resolution:
-    """Reconciles the options, with one logged warning per adjustment. Resolving the result again changes nothing.
-
-    In the result `device` is never "auto" and `hicache_storage_backend_extra_config` is a dict without the prefetch
-    options, which are in their own fields.
-
-    Raises:
-        ConfigError: the options can't work together, or not on this machine.
-    """
-    resolution = reconcile(config, Capabilities.detect() if capabilities is None else capabilities)
-    for adjustment in resolution.adjustments:
-        logger.warning("%s", adjustment)
-    return resolution
-
-
-def reconcile(config: HiCacheConfig, capabilities: Capabilities) -> Resolution:
-    """`resolve` without the log."""
-    config = _spread_extra_config(config)
-    if config.device == "auto":
-        config = dataclasses.replace(config, device=_found_device(capabilities))
+def adjust(options: Options, capabilities: Capabilities) -> tuple[Options, list[Adjustment]]:
+    """The options as they work together, and what was changed for it. Adjusting the result again changes nothing."""
+    if options.device == "auto":
+        options = dataclasses.replace(options, device=_found_device(capabilities))
     adjustments: list[Adjustment] = []
     for rule in _RULES:
-        changes = list(rule(config, capabilities))
-        config = dataclasses.replace(config, **{change.name: change.new for change in changes})
+        changes = list(rule(options, capabilities))
+        options = dataclasses.replace(options, **{change.name: change.new for change in changes})
         adjustments += changes
-    check(config, cuda=capabilities.cuda, npu=capabilities.npu)
-    return Resolution(config, adjustments)
-
-
-def explain(config: HiCacheConfig, capabilities: Capabilities | None = None) -> list[str]:
-    """One line per option, `name = value  # why`: default, given, adjusted (with the reason) or found.
-
-    Raises: as `resolve`.
-    """
-    found = Capabilities.detect() if capabilities is None else capabilities
-    resolved, adjustments = reconcile(config, found)
-    adjusted = {change.name: f"adjusted from {_text(change.old)}: {change.reason}" for change in adjustments}
-    lines = []
-    for entry in dataclasses.fields(resolved):
-        given, value = getattr(config, entry.name), getattr(resolved, entry.name)
-        why = adjusted.get(entry.name) or ("default" if given == entry.default else "given")
-        lines.append(f"{entry.name} = {_text(value)}  # {why}{_note(entry.name, config, resolved)}")
-    return lines
-
-
-def _note(name: str, given: HiCacheConfig, resolved: HiCacheConfig) -> str:
-    """What the value of an option does not tell by itself."""
-    if name == "device" and given.device == "auto":
-        return ", auto"
-    if name == "hicache_ratio" and resolved.hicache_size > 0:
-        return ", unused: hicache_size is set"
-    if name == "model_name" and resolved.hicache_storage_backend and not resolved.model_name:
-        return ", empty: models of the same shape would find each other's pages in L3"
-    if name == "prefetch_threshold" and resolved.prefetch_min_tokens != resolved.prefetch_threshold:
-        return f", holds as {resolved.prefetch_min_tokens}: at least one page"
-    return ""
-
-
-def _text(value: Any) -> str:
-    if value is None or value == "":
-        return "none" if value is None else "''"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return json.dumps(value, default=str, sort_keys=True)
-    text = str(value)
-    # One option stays one line, and its reason can't be taken for a part of its value.
-    return text if text.isprintable() and "#" not in text and text == text.strip() else repr(text)
-
-
-def _spread_extra_config(config: HiCacheConfig) -> HiCacheConfig:
-    """Moves the prefetch options that SGLang takes from the extra config into their fields (case 61)."""
-    extra = parse_extra_config(config.hicache_storage_backend_extra_config)
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
-    moved = {name: extra.pop(name) for name in PREFETCH_KEYS if name in extra}
-    for name, value in moved.items():
-        own = getattr(config, name)
-        if own not in (defaults[name], value):
-            raise ConfigError(
-                f"{name} is {own!r}, and {value!r} in hicache_storage_backend_extra_config; give it only once"
-            )
-    return dataclasses.replace(config, hicache_storage_backend_extra_config=extra, **moved)
+    return options, adjustments
 
 
 def _found_device(capabilities: Capabilities) -> str:
@@ -157,10 +71,10 @@ def _found_device(capabilities: Capabilities) -> str:
     return "npu" if capabilities.npu else "cpu"
 
 
-Rule = Callable[["HiCacheConfig", Capabilities], Iterator[Adjustment]]
+Rule = Callable[[CacheOptions, Capabilities], Iterator[Adjustment]]
 
 
-def _npu(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
+def _npu(config: CacheOptions, _: Capabilities) -> Iterator[Adjustment]:
     if config.device != "npu":
         return
     if config.hicache_io_backend != "kernel_ascend":
@@ -172,13 +86,13 @@ def _npu(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
         yield Adjustment("hicache_mem_layout", config.hicache_mem_layout, layout, reason)
 
 
-def _page_first_direct_needs_direct(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
+def _page_first_direct_needs_direct(config: CacheOptions, _: Capabilities) -> Iterator[Adjustment]:
     if config.hicache_mem_layout == "page_first_direct" and config.hicache_io_backend == "kernel":
         reason = "the kernel backend can't move the page_first_direct layout"
         yield Adjustment("hicache_io_backend", "kernel", "direct", reason)
 
 
-def _flash_attention_3(config: HiCacheConfig, capabilities: Capabilities) -> Iterator[Adjustment]:
+def _flash_attention_3(config: CacheOptions, capabilities: Capabilities) -> Iterator[Adjustment]:
     """Case 60: FA3 decoding reads the KV buffers in a way that the kernel backend does not provide for."""
     decode = config.decode_attention_backend or config.attention_backend
     if config.hicache_io_backend != "kernel" or decode != "fa3":
@@ -192,14 +106,14 @@ def _flash_attention_3(config: HiCacheConfig, capabilities: Capabilities) -> Ite
     yield Adjustment("decode_attention_backend", None, "flashinfer" if preferred else "triton", reason)
 
 
-def _mooncake_needs_whole_pages(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
+def _mooncake_needs_whole_pages(config: CacheOptions, _: Capabilities) -> Iterator[Adjustment]:
     layout = {"kernel": "page_first", "direct": "page_first_direct"}.get(config.hicache_io_backend)
     if config.hicache_storage_backend == "mooncake" and config.hicache_mem_layout == "layer_first" and layout:
         reason = "mooncake stores a page as one run of bytes, which layer_first does not have"
         yield Adjustment("hicache_mem_layout", "layer_first", layout, reason)
 
 
-def _layout_that_is_replaced(config: HiCacheConfig, _: Capabilities) -> Iterator[Adjustment]:
+def _layout_that_is_replaced(config: CacheOptions, _: Capabilities) -> Iterator[Adjustment]:
     backend, layout = config.hicache_io_backend, config.hicache_mem_layout
     if (backend, layout) in REPLACED_LAYOUTS:
         reason = f"the {backend} backend can't move the {layout} layout"
@@ -216,17 +130,17 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
-def check(config: HiCacheConfig, *, cuda: bool, npu: bool) -> None:
+def check(config: CacheOptions, capabilities: Capabilities) -> None:
     """Raises ConfigError when the options, already adjusted, can't work together or not on this machine."""
     _check_cache(config)
-    _check_device(config, cuda, npu)
+    _check_device(config, capabilities)
     _check_layout(config)
     _check_parallel_shape(config)
     _check_storage(config)
     _check_time_limits(config)
 
 
-def _check_cache(config: HiCacheConfig) -> None:
+def _check_cache(config: CacheOptions) -> None:
     if not config.enable_hierarchical_cache:
         raise ConfigError(
             "enable_hierarchical_cache is false: hicache_ray is the hierarchical cache; leave it true, or use the "
@@ -241,16 +155,16 @@ def _check_cache(config: HiCacheConfig) -> None:
         raise ConfigError(f"l1_tokens is {config.l1_tokens}: no page of page_size {config.page_size} fits; raise it")
 
 
-def _check_device(config: HiCacheConfig, cuda: bool, npu: bool) -> None:
-    if config.device == "cuda" and not cuda:
+def _check_device(config: CacheOptions, capabilities: Capabilities) -> None:
+    if config.device == "cuda" and not capabilities.cuda:
         raise ConfigError("device is cuda, but torch sees no CUDA device here; use cpu or auto")
-    if config.device == "npu" and not npu:
+    if config.device == "npu" and not capabilities.npu:
         raise ConfigError("device is npu, but torch sees no NPU here; use cpu or auto")
-    if config.collective_backend == "nccl" and not cuda:
+    if config.collective_backend == "nccl" and not capabilities.cuda:
         raise ConfigError("collective_backend is nccl, but torch sees no CUDA device here; use hicache or gloo")
 
 
-def _check_layout(config: HiCacheConfig) -> None:
+def _check_layout(config: CacheOptions) -> None:
     backend, layout = config.hicache_io_backend, config.hicache_mem_layout
     if layout not in layouts_of(backend):
         raise ConfigError(
@@ -268,7 +182,7 @@ def _check_layout(config: HiCacheConfig) -> None:
         )
 
 
-def _check_parallel_shape(config: HiCacheConfig) -> None:
+def _check_parallel_shape(config: CacheOptions) -> None:
     if config.pp_rank >= config.pp_size:
         raise ConfigError(f"pp_rank is {config.pp_rank} of pp_size {config.pp_size}; ranks run from 0 to size - 1")
     if config.pp_size > config.layers:
@@ -283,7 +197,7 @@ def _check_parallel_shape(config: HiCacheConfig) -> None:
         raise ConfigError(f"heads is {config.heads} for {ranks} tensor-parallel ranks; one must divide the other")
 
 
-def _check_storage(config: HiCacheConfig) -> None:
+def _check_storage(config: CacheOptions) -> None:
     extra = config.hicache_storage_backend_extra_config
     options = extra if isinstance(extra, Mapping) else {}
     if config.storage_replicas > config.storage_actors:
@@ -304,7 +218,7 @@ def _check_storage(config: HiCacheConfig) -> None:
             )
 
 
-def _check_time_limits(config: HiCacheConfig) -> None:
+def _check_time_limits(config: CacheOptions) -> None:
     if config.step_timeout <= config.collective_timeout:
         raise ConfigError(
             f"step_timeout is {config.step_timeout:g} s, collective_timeout {config.collective_timeout:g} s: a step "

@@ -81,7 +81,7 @@ def chaos_config(settings: ChaosSettings) -> HiCacheConfig:
     """The service's configuration: tiers so small that pages move through all of them."""
     workload = load_workload(settings.chat, seed=settings.seed)
     longest = -(-workload.longest // 16) * 16
-    sizes = ReplaySettings(
+    sizes = ReplaySettings.of(
         tp=settings.tp,
         attention=settings.attention,
         l1_tokens=longest * (settings.concurrency + 1),
@@ -89,7 +89,8 @@ def chaos_config(settings: ChaosSettings) -> HiCacheConfig:
         l3_bytes=settings.storage_actors * (32 << 20),
         storage_actors=settings.storage_actors,
         prefetch_policy="wait_complete",
-        others={"storage_replicas": settings.replicas, **SHORT_DEADLINES, **settings.deadlines},
+        storage_replicas=settings.replicas,
+        **{**SHORT_DEADLINES, **settings.deadlines},
     )
     return replay_config(sizes, workload, storage_backend="ray")
 

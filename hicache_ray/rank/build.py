@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.config.options import parse_extra_config
+from hicache_ray.config.extra import parse_extra_config
 from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.kernels.dispatch import transfer
 from hicache_ray.pools.device import DevicePool

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hicache_ray.config import HiCacheConfig
-from hicache_ray.config.options import ConfigError, check_value, options_of, types_of
+from hicache_ray.config import ConfigError, HiCacheConfig
+from hicache_ray.config.extra import PREFETCH_KEYS
+from hicache_ray.config.option import options_of
 from hicache_ray.storage.registry import BackendError
 
 if TYPE_CHECKING:
@@ -24,12 +25,8 @@ Answer = list[str]
 """[state, text]: state is one of DONE, DRAINING, REFUSED; the text says why, or is empty."""
 
 POLICIES: Mapping[str, str] = {
-    "write_policy": "hicache_write_policy",
-    "prefetch_policy": "hicache_storage_prefetch_policy",
-    "prefetch_threshold": "prefetch_threshold",
-    "prefetch_timeout_base": "prefetch_timeout_base",
-    "prefetch_timeout_per_ki_token": "prefetch_timeout_per_ki_token",
-    "pass_prefix_keys": "hicache_storage_pass_prefix_keys",
+    options_of(HiCacheConfig)[option].alias or option: option
+    for option in ("hicache_write_policy", "hicache_storage_prefetch_policy", *PREFETCH_KEYS)
 }
 """What may be changed at run time, with the option of the configuration that each starts from. Both names are taken."""
 
@@ -64,14 +61,13 @@ def carry_out(cache: HiRadixCache, control: Control) -> Answer:
 def checked_policies(policies: Mapping[str, Any]) -> dict[str, Any]:
     """Policies under their short names, each of its option's type and range. ConfigError names the offending one."""
     short = {option: name for name, option in POLICIES.items()}
-    options, types = options_of(HiCacheConfig), types_of(HiCacheConfig)
+    options = options_of(HiCacheConfig)
     checked = {}
     for given, value in policies.items():
         name = short.get(given, given)
         if name not in POLICIES:
             raise ConfigError(f"unknown policy {given!r}; known are {', '.join(POLICIES)}")
-        option = POLICIES[name]
-        checked[name] = check_value(given, value, options[option], types[option])
+        checked[name] = options[POLICIES[name]].check(value, given)
     return checked
 
 

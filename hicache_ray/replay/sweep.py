@@ -5,82 +5,80 @@ A sweep as a picture: hit rates as lines over a swept number, or as bars where o
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
+from hicache_ray.config import ConfigError
+from hicache_ray.config.option import Option, find_option, nearest_name
 from hicache_ray.replay.report import ReplayReport
-from hicache_ray.replay.settings import ReplaySettings
+from hicache_ray.replay.settings import OWN_OPTIONS, REPLAY_DEFAULTS, REPLAY_OPTIONS, ReplaySettings
 
-UNSWEPT = ("others", "seed")
+Values = Mapping[str, Any]
+"""Swept options by the names they were given under, each with one of its values."""
 
 
 class SweepError(ValueError):
     """A sweep of an option that is none, or without values."""
 
 
-def parse_sweeps(
-    texts: Sequence[str], read: Callable[[str, str], int | str] | None = None
-) -> dict[str, list[int | str]]:
-    """Reads "policy=lru,lfu" and "l1-tokens=1000,2000": names of `ReplaySettings` (dashes allowed) to values.
+def read_value(option: Option, text: str) -> Any:
+    """A value as the option reads and takes it; raises ConfigError."""
+    return option.check(option.read(text))
+
+
+def parse_sweeps(texts: Sequence[str], read: Callable[[Option, str], Any] = read_value) -> dict[str, list[Any]]:
+    """Reads "policy=lru,lfu" and "l1-tokens=1000,2000": options of a replay, by name or alias, to values.
 
     Args:
         texts: one a sweep.
-        read: reads a value of an option by name, ValueError where it is none; None: whole numbers from 1, and names.
+        read: reads a value of an option, ValueError where it is none.
 
     Raises:
-        SweepError: no such option, one that is named twice, or a value that is no number where one is wanted.
+        SweepError: no such option, one that is swept twice, or a value that it does not take.
     """
-    sweeps: dict[str, list[int | str]] = {}
-    types = _types()
+    sweeps: dict[str, list[Any]] = {}
+    swept: set[str] = set()
     for text in texts:
         name, equals, values = text.partition("=")
-        option = name.strip().replace("-", "_")
-        if option not in types:
-            known = ", ".join(sorted(name.replace("_", "-") for name in types))
-            raise SweepError(f"sweep {text!r}: {name!r} is none of {known}")
-        if option in sweeps:
+        option = _swept_option(text, name)
+        if option.name in swept:
             raise SweepError(f"sweep {text!r}: {name} is swept twice")
+        swept.add(option.name)
         parts = [part.strip() for part in values.split(",") if part.strip()]
         if not equals or not parts:
             raise SweepError(f"sweep {text!r}: give the values as {name}=VALUE,VALUE")
-        sweeps[option] = [_value(text, part, option, types[option], read) for part in parts]
+        try:
+            sweeps[name.strip().replace("-", "_")] = [read(option, part) for part in parts]
+        except ValueError as error:
+            raise SweepError(f"sweep {text!r}: {error}") from None
     return sweeps
 
 
 def combinations(
-    settings: ReplaySettings, sweeps: Mapping[str, Sequence[int | str]]
-) -> Iterator[tuple[dict[str, int | str], ReplaySettings]]:
+    settings: ReplaySettings, sweeps: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[dict[str, Any], ReplaySettings]]:
     """Each combination of the swept values, and the settings with it; the last sweep runs fastest."""
     for values in product(*sweeps.values()):
         chosen = dict(zip(sweeps, values, strict=True))
-        yield chosen, dataclasses.replace(settings, **chosen)  # type: ignore[arg-type]
+        yield chosen, settings.with_values(chosen)
 
 
-def _types() -> dict[str, type]:
-    hints = get_type_hints(ReplaySettings)
-    return {name: int if "int" in str(hint) else str for name, hint in hints.items() if name not in UNSWEPT}
-
-
-def _value(text: str, value: str, name: str, kind: type, read: Callable[[str, str], int | str] | None) -> int | str:
+def _swept_option(text: str, name: str) -> Option:
+    options = {known: option for known, option in REPLAY_OPTIONS.items() if known != "seed"}
     try:
-        if read is not None:
-            return read(name, value)
-        number = value if kind is str else int(value)
-    except ValueError as error:
-        reason = str(error) if read is not None else f"{value!r} is no whole number"
-        raise SweepError(f"sweep {text!r}: {reason}") from None
-    if isinstance(number, int) and number < 1:
-        raise SweepError(f"sweep {text!r}: {number} is too small, give 1 or more")
-    return number
+        return find_option(options, name)
+    except ConfigError:
+        usual = sorted(options[known].alias or known for known in (*REPLAY_DEFAULTS, *OWN_OPTIONS) if known in options)
+        listed = ", ".join(usual).replace("_", "-")
+        raise SweepError(f"sweep {text!r}: {name!r} is none of {listed}{nearest_name(options, name)}") from None
 
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-Runs = Sequence[tuple[Mapping[str, "int | str"], ReplayReport]]
+Runs = Sequence[tuple[Values, ReplayReport]]
 
 
 class PlotError(ValueError):
@@ -118,7 +116,7 @@ def plot_sweep(path: Path, runs: Runs, title: str) -> None:
 
 def _numeric(runs: Runs) -> str | None:
     """The swept number with most values, for the horizontal axis."""
-    names = {name for values, _ in runs for name, value in values.items() if isinstance(value, int)}
+    names = {name for values, _ in runs for name, value in values.items() if type(value) in (int, float)}
     several = {name: len({values[name] for values, _ in runs}) for name in sorted(names)}
     best = max(several, key=lambda name: several[name], default=None)
     return best if best is not None and several[best] > 1 else None
@@ -146,6 +144,6 @@ def _bars(axes: Any, runs: Runs) -> None:
         axes.tick_params(axis="x", rotation=45)
 
 
-def _label(values: Mapping[str, int | str]) -> str:
+def _label(values: Values) -> str:
     names = list(values.values()) if len(values) == 1 else [f"{name}={value}" for name, value in values.items()]
     return ", ".join(str(name).replace("_", " ") for name in names) or "all"

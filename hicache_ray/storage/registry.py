@@ -18,6 +18,7 @@ import importlib
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from hicache_ray.config.names import add_storage_backend
 from hicache_ray.storage.base import Storage, StorageConfig
 
 
@@ -59,6 +60,7 @@ def register_backend(name: str, target: str | type[Storage], *, extra: str | Non
             f"storage backend {name!r} is already registered as {_backends[name].target!r}; use another name"
         )
     _backends[name] = entry
+    add_storage_backend(name)
 
 
 def backend_names() -> list[str]:
