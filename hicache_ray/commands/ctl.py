@@ -284,9 +284,7 @@ def status_lines(name: str, ranks: Sequence[dict[str, Any]]) -> list[str]:
             f"  rank {row['rank']}    pid {row['pid']}, step {row['next_step']}, {requests['running']} running, "
             f"{requests['waiting']} waiting, in flight: {flying}"
         )
-        lines += [
-            f"            {POOL_NAMES[pool].upper()}: {_pages_text(pages)}" for pool, pages in row["pages"].items()
-        ]
+        lines += [f"            {_pages_text(pool, pages)}" for pool, pages in row["pages"].items()]
     return lines
 
 
