@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hicache_ray.index import IndexOptions, Match, TieredIndex
+from hicache_ray.index.integrity import check_index
 from hicache_ray.radix.key import TOKEN_BYTES, Key
 from hicache_ray.radix.node import Node, Pages
 
@@ -63,7 +64,7 @@ class Replay:
             loaded = index.load_back(match)
             if loaded is not None:
                 node, hit = loaded.node, hit + len(loaded.device_pages)
-        index.lock(node)
+        index.tree.lock(node)
         return Handle(match, node, hit)
 
     def hit_len(self, handle: Handle) -> int:
@@ -83,24 +84,24 @@ class Replay:
         index, key = self.index, full.key
         whole = key.pages - handle.hit_pages
         inserted = index.insert(key, pages[:whole], match=handle.match)
-        index.unlock(handle.node)
+        index.tree.unlock(handle.node)
         duplicates = inserted.prefix_pages - handle.hit_pages
         if duplicates > 0:
             index.device.free(pages[:duplicates])
         if whole < len(pages):
             index.device.free(pages[whole:])
-        if index.writes or index.loads:  # the copies themselves are no part of the suite
-            index.take_transfers()
-            if index.writes:
-                index.acknowledge_writes(len(index.writes))
-            if index.loads:
-                index.acknowledge_loads(len(index.loads))
+        if index.transfers.writes or index.transfers.loads:  # the copies themselves are no part of the suite
+            index.transfers.take_issued()
+            if index.transfers.writes:
+                index.transfers.acknowledge_writes(len(index.transfers.writes))
+            if index.transfers.loads:
+                index.transfers.acknowledge_loads(len(index.transfers.loads))
 
     def evict(self, tokens: int) -> int:
-        return self.index.evict(tokens)
+        return self.index.evictor.evict_device(-(-tokens // self.page)) * self.page
 
     def close(self) -> None:
-        self.index.check_integrity()
+        check_index(self.index)
 
 
 def trees(case: dict[str, Any]) -> dict[str, Callable[[int, int], Replay]]:

@@ -13,6 +13,7 @@ import numpy as np
 from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
+from tests.index_kit import evict, evict_host
 from tests.index_pair import path_locks
 
 TRACES = Path(__file__).resolve().parent / "data" / "tree_traces.jsonl.gz"
@@ -67,10 +68,10 @@ class Replay:
         return {"allocated": True, "prefix_len": prefix * self.page_size}
 
     def evict(self, operation: dict[str, Any]) -> dict[str, Any]:
-        return {"evicted": self.index.evict(operation["num_tokens"])}
+        return {"evicted": evict(self.index, operation["num_tokens"])}
 
     def evict_host(self, operation: dict[str, Any]) -> dict[str, Any]:
-        return {"freed": self.index.evict_host(operation["num_tokens"])}
+        return {"freed": evict_host(self.index, operation["num_tokens"])}
 
     def load_back(self, operation: dict[str, Any]) -> dict[str, Any]:
         match = self.index.match(self._key(operation))
@@ -83,17 +84,17 @@ class Replay:
 
     def lock(self, operation: dict[str, Any]) -> dict[str, Any]:
         match = self.index.match(self._key(operation))
-        self.index.lock(match.device_node)
+        self.index.tree.lock(match.device_node)
         self.locks[operation["id"]] = match.device_node
         return {"locked": match.device_pages * self.page_size}
 
     def unlock(self, operation: dict[str, Any]) -> dict[str, Any]:
-        self.index.unlock(self.locks.pop(operation["id"]))
+        self.index.tree.unlock(self.locks.pop(operation["id"]))
         return {}
 
     def settle(self, operation: dict[str, Any]) -> dict[str, Any]:
-        self.index.acknowledge_writes(len(self.index.writes))
-        self.index.acknowledge_loads(len(self.index.loads))
+        self.index.transfers.acknowledge_writes(len(self.index.transfers.writes))
+        self.index.transfers.acknowledge_loads(len(self.index.transfers.loads))
         return {}
 
     def tree(self) -> list[list[Any]]:
@@ -111,8 +112,8 @@ class Replay:
 
     def _end_blocking_writes(self) -> None:
         # What was recorded waits for the copies of an eviction before the operation ends.
-        while self.index.writes and self.index.writes[0].blocking:
-            self.index.acknowledge_writes(1)
+        while self.index.transfers.writes and self.index.transfers.writes[0].blocking:
+            self.index.transfers.acknowledge_writes(1)
 
     def _key(self, operation: dict[str, Any]) -> Key:
         return Key.of(np.array(operation["tokens"], dtype=np.uint32), self.page_size)

@@ -8,8 +8,19 @@ import numpy as np
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 from hicache_ray.index import IndexOptions, Inserted, Match, TieredIndex
+from hicache_ray.index.integrity import check_index
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
+
+
+def evict(index: TieredIndex, tokens: int) -> int:
+    """Frees at least so many tokens of L1, whole nodes; returns how many were freed."""
+    return index.evictor.evict_device(-(-tokens // index.page_size)) * index.page_size
+
+
+def evict_host(index: TieredIndex, tokens: int) -> int:
+    """Frees at least so many tokens of L2, whole nodes; returns how many were freed (case 36)."""
+    return index.evictor.evict_host(-(-tokens // index.page_size)) * index.page_size
 
 
 class Kit:
@@ -46,9 +57,9 @@ class Kit:
 
     def settle(self) -> None:
         """Everything between L1 and L2 completes."""
-        self.index.take_transfers()
-        self.index.acknowledge_writes(len(self.index.writes))
-        self.index.acknowledge_loads(len(self.index.loads))
+        self.index.transfers.take_issued()
+        self.index.transfers.acknowledge_writes(len(self.index.transfers.writes))
+        self.index.transfers.acknowledge_loads(len(self.index.transfers.loads))
 
     def put(self, *tokens: int, **options: Any) -> Node:
         """Inserts tokens and settles; returns their deepest node."""
@@ -61,7 +72,7 @@ class Kit:
         order: list[list[int]] = []
         while True:
             before = {node.seq: node for node in self.index.tree.nodes() if node.value is not None}
-            if not self.index.evict(1):
+            if not evict(self.index, 1):
                 return order
             self.settle()
             still = {node.seq for node in self.index.tree.nodes() if node.value is not None}
@@ -81,6 +92,6 @@ class Kit:
 
     def check(self) -> None:
         """The index is consistent, and no page is lost."""
-        self.index.check_integrity()
+        check_index(self.index)
         for name, ledger in self.index.ledger().items():
             assert ledger.in_flight == 0, f"{ledger.in_flight} pages of the {name} are lost"

@@ -10,9 +10,11 @@ import numpy as np
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 from hicache_ray.index import IndexBusyError, IndexOptions, Match, TieredIndex
+from hicache_ray.index.integrity import check_index
 from hicache_ray.radix.digest import MASK, clock_digest, node_digest
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node, Pages
+from tests.index_kit import evict, evict_host
 from tests.naive_index import ORDER, NaiveIndex, NaiveNode, Page
 
 NAMESPACES = (*[EMPTY_NAMESPACE] * 6, Namespace(adapter="a"), Namespace(tenant="a"))
@@ -112,7 +114,7 @@ class IndexPair:
             "evict_host": index.tree.host_pages,
             "load_back": index.tree.host_pages,
             "unlock": self.locks,
-            "acknowledge": index.writes or index.loads or index.backups,
+            "acknowledge": index.transfers.writes or index.transfers.loads or index.transfers.backups,
             "prefetch": index.host.total,
             "attach": self.prefetches,
         }
@@ -166,11 +168,11 @@ class IndexPair:
 
     def evict(self) -> None:
         pages = self.rng.randint(0, 6)
-        assert self.index.evict(pages * self.page_size) == self.naive.evict(pages) * self.page_size
+        assert evict(self.index, pages * self.page_size) == self.naive.evict(pages) * self.page_size
 
     def evict_host(self) -> None:
         pages = self.rng.randint(0, 6)
-        assert self.index.evict_host(pages * self.page_size) == self.naive.evict_host(pages) * self.page_size
+        assert evict_host(self.index, pages * self.page_size) == self.naive.evict_host(pages) * self.page_size
 
     def load_back(self) -> None:
         match, _ = self._match(self.rng.choice(self.sequences[-8:]), EMPTY_NAMESPACE)
@@ -190,18 +192,20 @@ class IndexPair:
     def acknowledge(self) -> None:
         """Some of the transfers in flight end; acknowledged writes may go on to L3."""
         index, naive, rng = self.index, self.naive, self.rng
-        writes = index.acknowledge_writes(rng.randint(0, len(index.writes)))
+        writes = index.transfers.acknowledge_writes(rng.randint(0, len(index.transfers.writes)))
         for write in writes:
             node, start, blocking = naive.acknowledge_write()
             assert (write.node.seq, write.start, write.blocking) == (node.seq, start, blocking)
             if index.hash_pages and rng.random() < 0.8:
-                backup = index.begin_backup(write)
-                naive.begin_backup(node)
-                path = [page_hash for step in node.path() for page_hash in naive.hashes(step, self.bigram)]
-                assert [*backup.prefix_hashes, *backup.hashes] == path
-        for _ in index.acknowledge_loads(rng.randint(0, len(index.loads))):
+                nodes = self.naive_nodes()
+                for backup in index.transfers.begin_backups(write):
+                    node = nodes[backup.node.seq]
+                    naive.begin_backup(node)
+                    path = [page_hash for step in node.path() for page_hash in naive.hashes(step, self.bigram)]
+                    assert [*backup.prefix_hashes, *backup.hashes] == path
+        for _ in index.transfers.acknowledge_loads(rng.randint(0, len(index.transfers.loads))):
             naive.acknowledge_load()
-        for _ in index.acknowledge_backups(rng.randint(0, len(index.backups))):
+        for _ in index.transfers.acknowledge_backups(rng.randint(0, len(index.transfers.backups))):
             naive.acknowledge_backup()
 
     def prefetch(self) -> None:
@@ -209,7 +213,7 @@ class IndexPair:
         tokens, namespace = self._tokens(), self.rng.choice(NAMESPACES)
         match, _ = self._match(tokens, namespace)
         node = self.naive_nodes()[match.host_node.seq]
-        self.index.protect(match.host_node)
+        self.index.tree.protect(match.host_node)
         self.naive.protections.append(node)
         matched = match.device_pages + match.host_pages
         found = self.rng.randint(0, match.key.pages - matched)
@@ -232,7 +236,7 @@ class IndexPair:
             assert unused.tolist() == expected
         self.index.host.free(unused)
         self.naive.free_host.extend(unused.tolist())
-        self.index.release(prefetch.anchor)
+        self.index.tree.release(prefetch.anchor)
         self.naive.protections.remove(prefetch.naive_anchor)
 
     def flush(self) -> None:
@@ -266,7 +270,7 @@ class IndexPair:
     def compare(self) -> None:
         """Both sides are in the same state, and the fast one is consistent in itself."""
         index, naive = self.index, self.naive
-        index.check_integrity()
+        check_index(index)
         assert index.device.free_list().tolist() == list(naive.free_device)
         assert index.host.free_list().tolist() == list(naive.free_host)
         assert index.tree.evictable_pages == naive.evictable()
@@ -317,11 +321,11 @@ class IndexPair:
         return match, naive.device_node
 
     def _lock(self, node: Node, naive: NaiveNode) -> None:
-        self.index.lock(node)
+        self.index.tree.lock(node)
         self.naive.locks.append(naive)
 
     def _unlock(self, node: Node, naive: NaiveNode) -> None:
-        self.index.unlock(node)
+        self.index.tree.unlock(node)
         self.naive.locks.remove(naive)
 
     def _tokens(self) -> list[int]:

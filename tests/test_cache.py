@@ -31,11 +31,11 @@ def test_chunks_are_shared_while_the_request_runs_and_begin_no_write() -> None:
     (chunked,) = ranks.step(chunks=[Chunk("long", 11)]).chunked
     assert chunked.kept_tokens == 10
     index = ranks.caches[0].index
-    assert not index.writes and all(node.hit_count == 0 for node in index.tree.nodes())
+    assert not index.transfers.writes and all(node.hit_count == 0 for node in index.tree.nodes())
     answer = ranks.step(admits=[admit("other", list(range(20)))], schedules=["other"])
     assert answer.scheduled[0].device_tokens == 10
     ranks.step(finishes=[Finish("other"), Finish("long")])
-    assert index.writes
+    assert index.transfers.writes
     ranks.settle()
     assert ranks.caches[0].ledger()["device"].in_flight == 0
 

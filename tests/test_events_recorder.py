@@ -27,7 +27,7 @@ from hicache_ray.hashing import Namespace, event_id, page_hashes
 from hicache_ray.index import TieredIndex
 from hicache_ray.index.catalog import catalog_of, host_pages_by_hash, restored
 from hicache_ray.rank.audit import audit_of
-from tests.index_kit import Kit
+from tests.index_kit import Kit, evict, evict_host
 from tests.test_cache_random import STEPS, Driver
 
 SEQUENCES = int(os.environ.get("HICACHE_RANDOM_EVENT_SEQUENCES", "40"))
@@ -93,7 +93,7 @@ def same(log: EventIndex, index: TieredIndex) -> None:
 
 def writes_back(index: TieredIndex) -> bool:
     """Whether the copy of an evicted node (write_back) is still on its way."""
-    return any(write.blocking for write in index.writes)
+    return any(write.blocking for write in index.transfers.writes)
 
 
 def parents_first(log: EventIndex, events: Sequence[Event], rewriting: bool) -> None:
@@ -119,7 +119,7 @@ def test_case_62_stored_removed_and_cleared() -> None:
     assert second.parent_block_hash == ONE
     kit.index.write_policy = "write_through"
     kit.index.host.alloc(kit.index.host.total)
-    kit.index.evict(1)
+    evict(kit.index, 1)
     assert drain(recorder) == [BlockRemoved((TWO,), GPU, "evicted")]
     kit.match([9, 9])
     assert drain(recorder) == []
@@ -144,13 +144,13 @@ def test_each_way_onto_and_off_a_tier_has_its_reason() -> None:
     recorder, _ = recorded(kit)
     kit.put(1, 2, 3, 4)
     assert [(e.medium, e.reason) for e in drain(recorder)] == [(GPU, "computed"), (CPU, "written")]
-    kit.index.evict(4)
+    evict(kit.index, 4)
     assert drain(recorder) == [BlockRemoved((ONE, TWO), GPU, "evicted")]
     assert kit.index.load_back(kit.match([1, 2, 3, 4])) is not None
     assert [(e.medium, e.reason) for e in drain(recorder)] == [(GPU, "loaded")]
     kit.settle()
-    kit.index.evict(4)
-    kit.index.evict_host(4)
+    evict(kit.index, 4)
+    evict_host(kit.index, 4)
     assert [(type(e), e.medium, e.reason) for e in drain(recorder)] == [
         (BlockRemoved, GPU, "evicted"),
         (BlockRemoved, CPU, "evicted"),
@@ -169,7 +169,7 @@ def test_write_back_without_room_on_the_host_drops() -> None:
     kit.insert([1, 2, 3, 4])
     held = kit.index.host.alloc(2)
     drain(recorder)
-    kit.index.evict(4)
+    evict(kit.index, 4)
     assert [event.reason for event in drain(recorder)] == ["dropped"]
     assert held is not None
 
@@ -194,7 +194,7 @@ def test_a_log_that_begins_late_begins_with_what_is_there() -> None:
     kit = Kit(page=2, device=16, host=16)
     kit.put(1, 2, 3, 4)
     kit.put(7, 8)
-    kit.index.evict(2)
+    evict(kit.index, 2)
     kit.insert([5, 6])
     recorder = EventRecorder(kit.index)
     same(replay([EventBatch(0.0, tuple(drain(recorder)))]), kit.index)
@@ -226,7 +226,7 @@ def test_an_index_without_a_recorder_calls_nothing() -> None:
     recorder.close()
     drain(recorder)
     kit.put(1, 2)
-    assert kit.index.on_event is None and recorder.take() is None
+    assert kit.index.events.sink is None and recorder.take() is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hicache_ray.rank.request import RequestError
 from hicache_ray.rank.step import Control, Finish
 from hicache_ray.storage.memory import drop_store
 from hicache_ray.testing.serving import ask, settle
+from tests.index_kit import evict
 from tests.ray_service import ENGINE, config
 from tests.test_cache_random import Driver
 from tests.test_events_recorder import same
@@ -224,10 +225,10 @@ def test_slower_than_recomputing() -> None:
     serve(group, "r", PROMPT)
     for cache in group.caches:
         cache.index.options = dataclasses.replace(cache.index.options, load_back_threshold=13)
-        cache.index.evict(26)
+        evict(cache.index, 26)
     assert serve(group, "short", PROMPT) == 0
     for cache in group.caches:
-        cache.index.evict(26)
+        evict(cache.index, 26)
         cache.index.options = dataclasses.replace(cache.index.options, load_back_threshold=12)
     assert serve(group, "worth it", PROMPT) == 12
     fresh = Lockstep(group.shape, store=group.store)

@@ -12,8 +12,10 @@ import pytest
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.index.catalog import Catalog, catalog_of, host_pages_by_hash, restored
+from hicache_ray.index.integrity import check_index
 from hicache_ray.radix.eviction import eviction_policies, segmented_lru
 from hicache_ray.radix.key import Key
+from tests.index_kit import evict, evict_host
 
 PLAIN = IndexOptions(page_size=1, device_pages=14, host_pages=26, load_back_threshold=1, refresh_remainder=True)
 VALUES: dict[str, list[Any]] = {
@@ -52,14 +54,14 @@ class Serving:
             index.write_policy = rng.choice(("write_through", "write_through_selective", "write_back"))
             return None
         tokens = rng.randint(1, 6) * index.page_size
-        freed = index.evict(tokens) if kind == "evict" else index.evict_host(tokens)
+        freed = evict(index, tokens) if kind == "evict" else evict_host(index, tokens)
         self._settle()
         return freed
 
     def _serve(self, key: Key) -> object:
         index = self.index
         match = index.match(key)
-        index.lock(match.device_node)
+        index.tree.lock(match.device_node)
         loaded = index.load_back(match)
         have = match.device_pages + (len(loaded.device_pages) if loaded else 0)
         pages = index.allocate(key.pages - have)
@@ -67,15 +69,15 @@ class Serving:
             priority = self.rng.choice((0, 0, 3))
             inserted = index.insert(key, pages, match=match, priority=priority, chunked=self.rng.random() < 0.1)
             index.device.free(pages[: max(0, inserted.prefix_pages - have)])
-        index.unlock(match.device_node)
+        index.tree.unlock(match.device_node)
         self._settle()
         return match.device_pages, match.host_pages, have, pages is None
 
     def _settle(self) -> None:
         index = self.index
-        index.take_transfers()
-        index.acknowledge_writes(len(index.writes))
-        index.acknowledge_loads(len(index.loads))
+        index.transfers.take_issued()
+        index.transfers.acknowledge_writes(len(index.transfers.writes))
+        index.transfers.acknowledge_loads(len(index.transfers.loads))
 
     def _key(self) -> Key:
         rng, index = self.rng, self.index
@@ -139,7 +141,7 @@ def test_a_rebuilt_index_goes_on_as_one_that_never_died(option: str, value: Any)
         before = asdict(died.index.stats)
         lose_device(lived.index)
         died.index = rebuilt(died.index)
-        died.index.check_integrity()
+        check_index(died.index)
         assert died.index.options == lived.index.options and asdict(died.index.stats) == before
         assert died.index.tree.digest() == lived.index.tree.digest()
         lived_before = asdict(lived.index.stats)
@@ -147,7 +149,7 @@ def test_a_rebuilt_index_goes_on_as_one_that_never_died(option: str, value: Any)
             assert died.step() == lived.step(), f"seed {seed}, step {step}"
             assert died.index.tree.digest() == lived.index.tree.digest(), f"seed {seed}, step {step}"
             assert counted(died.index, before) == counted(lived.index, lived_before)
-        died.index.check_integrity()
+        check_index(died.index)
         evicted += died.index.stats.evicted_host_pages
     assert evicted > 0 or option == "host_pages"
 
@@ -165,7 +167,7 @@ def test_a_fresh_rank_takes_all_over_that_a_tree_depends_on() -> None:
 
 def test_what_was_changed_at_run_time_is_kept() -> None:
     index = TieredIndex(PLAIN)
-    index.on_event = lambda kind, tier, node, reason: None
+    index.events.sink = lambda kind, tier, node, reason: None
     index.write_policy = "write_back"
     index.enable_hashes()
     index.options = replace(index.options, load_back_threshold=7)
@@ -175,7 +177,7 @@ def test_what_was_changed_at_run_time_is_kept() -> None:
         == index.options
         == replace(PLAIN, write_policy="write_back", hash_pages=True, load_back_threshold=7)
     )
-    assert new.on_event is index.on_event and new.stats is index.stats
+    assert new.events.sink is index.events.sink and new.stats is index.stats
 
 
 @pytest.mark.parametrize("name", ["page_size", "device_pages", "host_pages", "eviction_policy", "hash_pages", "bigram"])

@@ -6,8 +6,9 @@ import pytest
 
 from hicache_ray.hashing import EMPTY_NAMESPACE
 from hicache_ray.index import IndexBusyError, Ledger
+from hicache_ray.index.integrity import check_index
 from hicache_ray.radix.node import Node
-from tests.index_kit import Kit
+from tests.index_kit import Kit, evict, evict_host
 
 
 def test_flush_frees_everything() -> None:
@@ -17,10 +18,10 @@ def test_flush_frees_everything() -> None:
     with pytest.raises(IndexBusyError, match="1 writes, 3 locked pages are outstanding"):
         kit.index.flush()
     kit.settle()
-    kit.index.protect(node)
+    kit.index.tree.protect(node)
     with pytest.raises(IndexBusyError, match="1 host protections"):
         kit.index.flush()
-    kit.index.release(node)
+    kit.index.tree.release(node)
     kit.index.flush()
     assert kit.tree() == [] and kit.hit([1, 2, 3]) == (0, 0)
     assert kit.index.ledger() == {"device": Ledger(64, 64, 0, 0), "host": Ledger(64, 64, 0, 0)}
@@ -31,7 +32,7 @@ def test_flush_frees_everything() -> None:
 def test_the_ledger_balances() -> None:
     kit = Kit()
     kit.put(1, 2, 3)
-    kit.index.evict(1)
+    evict(kit.index, 1)
     held, reserved = kit.index.allocate(5), kit.index.allocate_host(7)
     assert held is not None and reserved is not None
     assert kit.index.ledger() == {"device": Ledger(64, 59, 0, 5), "host": Ledger(64, 54, 3, 7)}
@@ -47,7 +48,7 @@ def test_the_audit_finds_a_page_that_is_owned_twice() -> None:
     assert node.value is not None
     kit.index.device.free(node.value[:1])
     with pytest.raises(AssertionError, match="device: a page of the tree is free"):
-        kit.index.check_integrity()
+        check_index(kit.index)
 
 
 class Log:
@@ -56,8 +57,8 @@ class Log:
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
         self.rows: list[tuple[str, str, list[int], str]] = []
-        kit.index.on_event = self
-        assert kit.index.on_event is self
+        kit.index.events.sink = self
+        assert kit.index.events.sink is self
 
     def __call__(self, kind: str, tier: str, node: Node, reason: str) -> None:
         self.rows.append((kind, tier, self.kit.tokens(node), reason))
@@ -77,7 +78,7 @@ def test_events_of_inserts_and_evictions() -> None:
         ("stored", "device", [1, 2, 3, 4], "computed"),
         ("stored", "device", [5, 6], "computed"),
     ]
-    kit.index.evict(2)
+    evict(kit.index, 2)
     assert log.take() == [("removed", "device", [3, 4], "evicted")]
     kit.index.flush()
     assert log.take() == [("cleared", "device", [], "flushed"), ("cleared", "host", [], "flushed")]
@@ -98,13 +99,13 @@ def test_events_of_every_way_onto_and_off_a_tier() -> None:
     kit = Kit()
     kit.put(1, 2)
     log = Log(kit)
-    kit.index.evict(2)
+    evict(kit.index, 2)
     kit.index.load_back(kit.match([1, 2]))
     kit.settle()
-    kit.index.evict(2)
+    evict(kit.index, 2)
     kit.insert([1, 2])
-    kit.index.evict(2)
-    kit.index.evict_host(2)
+    evict(kit.index, 2)
+    evict_host(kit.index, 2)
     pages = kit.index.allocate_host(1)
     assert pages is not None
     kit.index.attach_host(kit.key([3]), 0, pages, [b""])
@@ -117,5 +118,5 @@ def test_events_of_every_way_onto_and_off_a_tier() -> None:
         ("removed", "host", "evicted"),
         ("stored", "host", "fetched"),
     ]
-    kit.index.on_event = None
+    kit.index.events.sink = None
     kit.check()

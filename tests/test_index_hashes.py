@@ -41,13 +41,12 @@ def test_a_write_begun_before_the_hashes_is_backed_up_with_them() -> None:
     kit.insert([1, 2, 3, 4])
     kit.insert([1, 2, 9, 9])
     kit.index.enable_hashes()
-    write, other = kit.index.acknowledge_writes(2)
+    write, other = kit.index.transfers.acknowledge_writes(2)
     assert write.hashes is None
-    backup = kit.index.begin_backup(write)
-    assert backup.hashes == page_hashes(kit.key([1, 2, 3, 4]).units, 2) and backup.prefix_hashes == []
-    second = kit.index.begin_backup(other)
-    assert second.prefix_hashes + second.hashes == page_hashes(kit.key([1, 2, 9, 9]).units, 2)
-    kit.index.acknowledge_backups(2)
+    for begun, tokens in ((write, [1, 2, 3, 4]), (other, [1, 2, 9, 9])):
+        last = kit.index.transfers.begin_backups(begun)[-1]
+        assert last.prefix_hashes + last.hashes == page_hashes(kit.key(tokens).units, 2)
+    kit.index.transfers.acknowledge_backups(3)
     kit.check()
 
 

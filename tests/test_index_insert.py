@@ -7,7 +7,7 @@ import pytest
 
 from hicache_ray.hashing import Namespace
 from hicache_ray.index import IndexOptions, TieredIndex
-from tests.index_kit import Kit
+from tests.index_kit import Kit, evict
 
 
 def test_duplicates_are_the_callers_to_free() -> None:
@@ -27,12 +27,12 @@ def test_recomputed_pages_bring_a_host_only_node_back() -> None:
     """Case 21. Its host copy is kept, nothing counts as prefix, and no hit is counted."""
     kit = Kit()
     node = kit.put(1, 2, 3)
-    kit.index.evict(3)
+    evict(kit.index, 3)
     host = node.host_value
     inserted = kit.insert([1, 2, 3])
     assert inserted.prefix_pages == 0 and inserted.node is node
     assert node.value is not None and node.host_value is host and node.hit_count == 1
-    assert not kit.index.writes
+    assert not kit.index.transfers.writes
     kit.check()
 
 
@@ -40,7 +40,7 @@ def test_a_host_only_node_comes_back_in_part() -> None:
     """The part that was recomputed is split off and is on both tiers; the rest stays on the host."""
     kit = Kit()
     kit.put(1, 2, 3, 4)
-    kit.index.evict(4)
+    evict(kit.index, 4)
     kit.insert([1, 2, 9])
     assert kit.tree() == [(0, [1, 2], "DH"), (2, [3, 4], "H"), (2, [9], "DH")]
     kit.settle()
@@ -51,7 +51,7 @@ def test_an_insert_continues_from_its_lookup() -> None:
     kit = Kit()
     kit.put(1, 2, 3)
     match = kit.match([1, 2, 3, 4])
-    kit.index.lock(match.device_node)
+    kit.index.tree.lock(match.device_node)
     kit.put(1, 2, 9)  # splits the matched node meanwhile
     kit.put(1, 2, 3, 4, 7)  # and extends it
     pages = kit.index.allocate(2)
@@ -59,7 +59,7 @@ def test_an_insert_continues_from_its_lookup() -> None:
     inserted = kit.index.insert(kit.key([1, 2, 3, 4, 5]), pages, match=match)
     assert inserted.prefix_pages == 4
     kit.index.device.free(pages[:1])
-    kit.index.unlock(match.device_node)
+    kit.index.tree.unlock(match.device_node)
     kit.settle()
     assert kit.hit([1, 2, 3, 4, 5]) == (5, 0) and kit.hit([1, 2, 3, 4, 7]) == (5, 0)
     kit.check()
@@ -70,7 +70,7 @@ def test_a_handle_that_no_longer_holds_is_not_used() -> None:
     kit = Kit(host=0)
     kit.put(1, 2, 3)
     match = kit.match([1, 2, 3])
-    kit.index.evict(3)
+    evict(kit.index, 3)
     assert kit.insert([1, 2, 3, 4], match=match).prefix_pages == 0
     match = kit.match([1, 2, 3, 4])
     kit.index.flush()
@@ -128,7 +128,7 @@ def test_allocate_evicts_nothing_when_it_cannot_succeed() -> None:
     kit = Kit(device=8, host=0)
     kit.put(1, 1)
     node = kit.put(2, 2, 2, 2)
-    kit.index.lock(node)
+    kit.index.tree.lock(node)
     assert kit.index.allocate(5) is None
     assert kit.hit([1, 1]) == (2, 0)
     assert kit.index.allocate(4) is not None
@@ -138,7 +138,7 @@ def test_a_match_that_was_evicted_has_no_pages_to_show() -> None:
     kit = Kit(host=0)
     kit.put(1, 2)
     match = kit.match([1, 2])
-    kit.index.evict(2)
+    evict(kit.index, 2)
     with pytest.raises(ValueError, match="was evicted since the match"):
         kit.index.device_value(match)
 

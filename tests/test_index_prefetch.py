@@ -7,7 +7,7 @@ import pytest
 
 from hicache_ray.hashing import page_hashes
 from hicache_ray.radix.node import Pages
-from tests.index_kit import Kit
+from tests.index_kit import Kit, evict, evict_host
 
 
 def attach(kit: Kit, tokens: list[int], anchor_pages: int) -> Pages:
@@ -24,9 +24,9 @@ def test_completed_pages_become_host_only_nodes() -> None:
     """Case 41. Ten tokens asked for, eight there: eight attached, all others come back, the anchor is free again."""
     kit = Kit(page=2, hash_pages=True)
     anchor = kit.index.tree.root
-    kit.index.protect(anchor)
+    kit.index.tree.protect(anchor)
     assert len(attach(kit, list(range(8)), 0)) == 0
-    kit.index.release(anchor)
+    kit.index.tree.release(anchor)
     assert kit.tree() == [(0, list(range(8)), "H")]
     assert kit.index.host.free_pages == 32 - 4 and kit.index.stats.attached_pages == 4
     kit.check()
@@ -82,13 +82,13 @@ def test_a_protected_anchor_stays_through_splits_and_evictions() -> None:
     """Cases 41 and 53. Its host copy, and that of all above it, is kept until the release."""
     kit = Kit(page=2)
     anchor = kit.put(1, 2, 3, 4)
-    kit.index.protect(anchor)
+    kit.index.tree.protect(anchor)
     kit.match([1, 2, 9, 9])
-    kit.index.evict(4)
-    assert kit.index.evict_host(4) == 0
+    evict(kit.index, 4)
+    assert evict_host(kit.index, 4) == 0
     assert len(attach(kit, [1, 2, 3, 4, 5, 6], 2)) == 0
-    kit.index.release(anchor)
-    assert kit.index.evict_host(6) == 6
+    kit.index.tree.release(anchor)
+    assert evict_host(kit.index, 6) == 6
     kit.check()
 
 
@@ -97,7 +97,7 @@ def test_room_for_a_prefetch_costs_only_the_shortfall() -> None:
     kit = Kit(device=8, host=8)
     for token in range(4):
         kit.put(token, token)
-    kit.index.evict(8)
+    evict(kit.index, 8)
     pages = kit.index.allocate_host(2)
     assert pages is not None and [tokens for _, tokens, _ in kit.tree()] == [[1, 1], [2, 2], [3, 3]]
     assert kit.index.allocate_host(9) is None

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.index import IndexOptions, TieredIndex
+from hicache_ray.index.integrity import check_index
 from hicache_ray.radix.key import Key
 
 BLOCK_TOKENS = 512
@@ -53,14 +54,14 @@ def replay(requests: list[Request], capacity: int, policy: str = "lru") -> Hits:
     hit_blocks = hit_tokens = 0
     for key, tokens in requests:
         match = index.match(key)
-        index.lock(match.device_node)
+        index.tree.lock(match.device_node)
         room = index.allocate(key.pages - match.device_pages)
         assert room is not None
         index.insert(key, room, match=match)
-        index.unlock(match.device_node)
+        index.tree.unlock(match.device_node)
         hit_blocks += match.device_pages
         hit_tokens += min(BLOCK_TOKENS * match.device_pages, tokens)
-    index.check_integrity()
+    check_index(index)
     blocks = sum(request.key.pages for request in requests)
     return Hits(hit_blocks / blocks, hit_tokens / sum(request.tokens for request in requests))
 

@@ -28,6 +28,7 @@ from hicache_ray.metrics.rank import TIMED_PARTS
 from hicache_ray.rank.step import Finish, StepAnswer
 from hicache_ray.storage.memory import BACKEND, drop_store
 from hicache_ray.storage.shard.shard import ShardStats
+from tests.index_kit import evict
 from tests.ray_service import ENGINE, config, prompts, serve, service, settle
 from tests.test_cache_random import STEPS, Driver
 from tests.whole_cache import Lockstep, Shape, admit
@@ -216,7 +217,7 @@ def test_case_64_storage_and_host_are_told_apart() -> None:
     other.step(finishes=[Finish("long")])
     other.settle()
     for cache in group.caches:
-        cache.index.evict(1000)
+        evict(cache.index, 1000)
     group.step(admits=[admit("again", tokens)])
     for _ in range(6):
         for worker in group.workers:
@@ -235,7 +236,7 @@ def test_case_64_a_load_back_that_is_skipped_is_not_counted() -> None:
     group.step(finishes=[Finish("first")])
     group.settle()
     for cache in group.caches:
-        cache.index.evict(1000)
+        evict(cache.index, 1000)
         cache.index.options = replace(cache.index.options, load_back_threshold=100)
     admitted = group.step(admits=[admit("again", tokens)]).admitted[0]
     assert (admitted.device_tokens, admitted.host_tokens) == (0, 8)

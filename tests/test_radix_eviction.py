@@ -15,7 +15,7 @@ from hicache_ray.radix.eviction import (
 )
 from hicache_ray.radix.node import NO_PAGES, Node
 from hicache_ray.radix.tree import is_device_candidate
-from tests.index_kit import Kit
+from tests.index_kit import Kit, evict, evict_host
 
 A, B, C, D = [1, 10], [2, 20], [3, 30], [4, 40]
 NAMES = {1: "A", 2: "B", 3: "C", 4: "D"}
@@ -61,8 +61,8 @@ def test_whole_nodes_only() -> None:
     """Case 33. One token asked for, two freed."""
     kit = Kit(host=0)
     kit.put(1, 2)
-    assert kit.index.evict(1) == 2
-    assert kit.index.evict(1) == 0
+    assert evict(kit.index, 1) == 2
+    assert evict(kit.index, 1) == 0
 
 
 def test_backed_nodes_stay_on_the_host() -> None:
@@ -70,11 +70,11 @@ def test_backed_nodes_stay_on_the_host() -> None:
     kit = Kit(write_policy="write_through_selective")
     kit.put(1, 2, 3, 4)
     kit.put(1, 2, 3, 4, 5, 6)
-    assert kit.index.evict(1) == 2
+    assert evict(kit.index, 1) == 2
     assert kit.tree() == [(0, [1, 2, 3, 4], "DH")]
-    assert kit.index.evict(1) == 4
+    assert evict(kit.index, 1) == 4
     assert kit.tree() == [(0, [1, 2, 3, 4], "H")]
-    assert kit.index.evict_host(1) == 4
+    assert evict_host(kit.index, 1) == 4
     kit.check()
 
 
@@ -84,7 +84,7 @@ def test_parents_become_candidates_in_the_same_call() -> None:
     kit.put(1, 2)
     kit.put(1, 2, 3)
     kit.put(1, 2, 3, 4)
-    assert kit.index.evict(4) == 4
+    assert evict(kit.index, 4) == 4
     assert kit.tree() == []
     kit.check()
 

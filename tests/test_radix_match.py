@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_ray.hashing import Namespace, page_hashes
-from tests.index_kit import Kit
+from tests.index_kit import Kit, evict
 from tests.index_pair import path_locks
 
 
@@ -55,7 +55,7 @@ def test_a_split_carries_everything() -> None:
     device, host = node.value, node.host_value
     assert device is not None and host is not None
     seq, creation = node.seq, node.creation
-    kit.index.lock(node)
+    kit.index.tree.lock(node)
     upper = kit.match([1, 2, 3, 4, 9, 9]).node
     assert node.parent is upper and kit.tokens(upper) == [1, 2, 3, 4] and kit.tokens(node) == [5, 6, 7, 8]
     for half, part in ((upper, slice(0, 2)), (node, slice(2, 4))):
@@ -65,7 +65,7 @@ def test_a_split_carries_everything() -> None:
         assert (half.hit_count, path_locks(half)) == (1, 1)
     assert (node.seq, node.creation) == (seq, creation)
     assert upper.seq > seq and upper.creation > creation
-    kit.index.unlock(node)
+    kit.index.tree.unlock(node)
     assert (path_locks(upper), path_locks(node)) == (0, 0)
     kit.check()
 
@@ -85,7 +85,7 @@ def test_what_only_the_host_has_is_found_there() -> None:
     kit = Kit(write_policy="write_through_selective")
     kit.put(1, 2, 3, 4)
     kit.put(1, 2, 3, 4, 5, 6)
-    kit.index.evict(6)
+    evict(kit.index, 6)
     match = kit.match([1, 2, 3, 4, 5, 6])
     assert (match.device_pages, match.host_pages) == (0, 4)
     assert match.device_node is kit.index.tree.root and kit.tokens(match.host_node) == [1, 2, 3, 4]

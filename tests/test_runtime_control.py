@@ -265,10 +265,10 @@ def test_an_audit_of_a_sound_group_finds_nothing_and_of_a_damaged_one_names_it(g
     cache = group.caches[0]
     lost = cache.index.device.alloc(2)
     node = next(iter(cache.index.tree.nodes()))
-    cache.index.lock(node)
+    cache.index.tree.lock(node)
     faults = " ".join(group.audit()[0]["faults"])
     assert "device: nobody owns 2 pages" in faults and "have a holder" in faults
-    cache.index.unlock(node)
+    cache.index.tree.unlock(node)
     assert lost is not None
     cache.index.device.free(lost)
     group.step(aborts=["held"])

@@ -82,7 +82,7 @@ class EventRecorder:
         """Begins the log anew with another index, or the same; what was noted and not taken is dropped."""
         self._index = index
         index.enable_hashes()
-        index.on_event = self._note
+        index.events.sink = self._note
         self._noted = [Noted("cleared", "device", RESTARTED), Noted("cleared", "host", RESTARTED)]
         unwritten = _unwritten(index)
         for node in index.tree.nodes():
@@ -100,7 +100,7 @@ class EventRecorder:
 
     def close(self) -> None:
         """Notes nothing any more."""
-        self._index.on_event = None
+        self._index.events.sink = None
 
     def _note(self, kind: EventKind, tier: Tier, node: Node, reason: str) -> None:
         if kind == "cleared":
@@ -119,7 +119,7 @@ class EventRecorder:
 def _unwritten(index: TieredIndex) -> set[Node]:
     """Nodes whose pages are still being written to the host: they are stored there from the acknowledgement on."""
     nodes: set[Node] = set()
-    for write in index.writes:
+    for write in index.transfers.writes:
         node: Node | None = write.node
         while node is not None and node.end > write.start:
             nodes.add(node)

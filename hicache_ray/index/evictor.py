@@ -86,13 +86,6 @@ class Evictor:
             self._stats.evicted_host_pages += count
         return count
 
-    def host_room(self, pages: int) -> Pages | None:
-        """L2 pages, after evicting what is short of them; None when that is not enough."""
-        short = pages - self._host.free_pages
-        if short > 0:
-            self.evict_host(short)
-        return self._host.alloc(pages)
-
     def write(self, node: Node, *, blocking: bool = False) -> bool:
         """Begins to copy a node to the host; False when the host has no room for it."""
         host_pages = self._host.alloc(node.pages)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hicache_ray.hashing import page_hashes
+from hicache_ray.index.tiered import TieredIndex
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.integrity import check_tree
 from hicache_ray.radix.node import Node, Pages
-
-if TYPE_CHECKING:
-    from hicache_ray.index.tiered import TieredIndex
 
 
 def check_index(index: TieredIndex) -> None:
@@ -45,9 +42,9 @@ def _check_transfers(index: TieredIndex) -> None:
 
 def _held_nodes(index: TieredIndex) -> Iterator[tuple[Node, bool]]:
     """The nodes at which transfers end, each with whether a lock has to keep it, not a host protection."""
-    yield from ((write.node, not write.blocking) for write in index.writes)
-    yield from ((load.node, True) for load in index.loads)
-    yield from ((backup.node, False) for backup in index.backups)
+    yield from ((write.node, not write.blocking) for write in index.transfers.writes)
+    yield from ((load.node, True) for load in index.transfers.loads)
+    yield from ((backup.node, False) for backup in index.transfers.backups)
 
 
 def _check_hashes(index: TieredIndex, nodes: list[Node]) -> None:

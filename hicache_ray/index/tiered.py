@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 from hicache_ray.hashing import page_hashes
 from hicache_ray.index.evictor import Evictor
-from hicache_ray.index.integrity import check_index
 from hicache_ray.index.transfers import Transfers, concatenated
 from hicache_ray.index.types import (
-    Backup,
     Events,
-    EventSink,
     IndexBusyError,
     IndexOptions,
     IndexStats,
     Inserted,
     Ledger,
-    Load,
     LoadBack,
     Match,
-    Write,
 )
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.key import Key, page_bytes_of
@@ -47,7 +41,9 @@ class TieredIndex:
         page_size, bigram: of its keys.
         tree: the radix tree.
         device, host: allocators of L1 and L2.
-        writes, loads, backups: transfers in flight, oldest first.
+        transfers: those in flight, and their ends.
+        evictor: makes room on both tiers.
+        events: who is told what becomes of the pages (cases 62, 63).
         stats: counters.
     """
 
@@ -62,12 +58,9 @@ class TieredIndex:
         self.host = PageAllocator(options.host_pages, self.page_size)
         self._tiered = options.host_pages > 0
         self.stats = stats or IndexStats()
-        self._events = events or Events()
-        self._transfers = Transfers(self.tree, self._events)
-        self._evictor = Evictor(self.tree, self.device, self.host, self._transfers, self.stats, self._events)
-        self.writes: deque[Write] = self._transfers.writes
-        self.loads: deque[Load] = self._transfers.loads
-        self.backups: deque[Backup] = self._transfers.backups
+        self.events = events or Events()
+        self.transfers = Transfers(self.tree, self.events)
+        self.evictor = Evictor(self.tree, self.device, self.host, self.transfers, self.stats, self.events)
         self._options = options
         self.options = options
 
@@ -91,7 +84,7 @@ class TieredIndex:
         self._options = options
         self._write_threshold = _WRITE_THRESHOLDS[options.write_policy] if self._tiered else 0
         self._counts_hits = not (self._tiered and options.write_policy == "write_back")
-        self._evictor.write_back = not self._counts_hits
+        self.evictor.write_back = not self._counts_hits
 
     @property
     def write_policy(self) -> str:
@@ -109,16 +102,7 @@ class TieredIndex:
 
     def emptied(self) -> TieredIndex:
         """A new index in the place of this one, with nothing in it: the same options, counters and listener."""
-        return TieredIndex(self._options, stats=self.stats, events=self._events)
-
-    @property
-    def on_event(self) -> EventSink | None:
-        """Who is told what becomes of the pages (cases 62, 63)."""
-        return self._events.sink
-
-    @on_event.setter
-    def on_event(self, sink: EventSink | None) -> None:
-        self._events.sink = sink
+        return TieredIndex(self._options, stats=self.stats, events=self.events)
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
@@ -163,14 +147,6 @@ class TieredIndex:
         parts.reverse()
         return concatenated(parts)
 
-    def lock(self, node: Node) -> None:
-        """Keeps the path down to a node on the device."""
-        self.tree.lock(node)
-
-    def unlock(self, node: Node) -> None:
-        """Gives a lock back. Raises LockError when there is none."""
-        self.tree.unlock(node)
-
     # -- room --------------------------------------------------------------------------------------------------------
 
     def allocate(self, pages: int) -> Pages | None:
@@ -179,20 +155,15 @@ class TieredIndex:
         if short > 0:
             if short > self.tree.evictable_pages:
                 return None
-            self._evictor.evict_device(short)
+            self.evictor.evict_device(short)
         return self.device.alloc(pages)
 
     def allocate_host(self, pages: int) -> Pages | None:
         """L2 pages; evicts only what is short of them (cases 41, 42). None when that is not enough."""
-        return self._evictor.host_room(pages)
-
-    def evict(self, tokens: int) -> int:
-        """Frees at least so many tokens of L1, whole nodes; returns how many were freed."""
-        return self._evictor.evict_device(-(-tokens // self.page_size)) * self.page_size
-
-    def evict_host(self, tokens: int) -> int:
-        """Frees at least so many tokens of L2, whole nodes; returns how many were freed (case 36)."""
-        return self._evictor.evict_host(-(-tokens // self.page_size)) * self.page_size
+        short = pages - self.host.free_pages
+        if short > 0:
+            self.evictor.evict_host(short)
+        return self.host.alloc(pages)
 
     # -- insert ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +210,7 @@ class TieredIndex:
         for written in due:
             # A host copy below a node without one could be left unreachable by the eviction of that node.
             if written.parent.host_value is not None:  # type: ignore[union-attr]
-                self._evictor.write(written)
+                self.evictor.write(written)
         return Inserted(prefix, node)
 
     def _start_of(self, key: Key, match: Match | None) -> Node | None:
@@ -273,14 +244,14 @@ class TieredIndex:
             node = node.parent  # type: ignore[assignment]
         for node in reversed(evicted):
             self.tree.set_device(node, pages[node.start - first : node.end - first].copy())
-            self._events.emit("stored", "device", node, "computed")
+            self.events.emit("stored", "device", node, "computed")
 
     def _add_leaf(self, parent: Node, key: Key, value: Pages, priority: int) -> Node:
         node = self.tree.add_leaf(parent, key, value=value, host_value=None, priority=priority)
         if self.hash_pages:
             node.hash_value = self._hashes_of(node)
-        if self._events.sink is not None:
-            self._events.emit("stored", "device", node, "computed")
+        if self.events.sink is not None:
+            self.events.emit("stored", "device", node, "computed")
         return node
 
     # -- load back ---------------------------------------------------------------------------------------------------
@@ -310,13 +281,13 @@ class TieredIndex:
         device_pages.setflags(write=False)  # the nodes keep parts of it
         chain.reverse()
         host_pages = concatenated([node.host_value for node in chain if node.host_value is not None])
-        self._transfers.issue_load(bottom, anchor.end, device_pages, host_pages)
+        self.transfers.issue_load(bottom, anchor.end, device_pages, host_pages)
         at = 0
         for node in chain:
             tree.set_device(node, device_pages[at : at + node.pages])
             at += node.pages
-            if self._events.sink is not None:
-                self._events.emit("stored", "device", node, "loaded")
+            if self.events.sink is not None:
+                self.events.emit("stored", "device", node, "loaded")
         self.stats.loaded_pages += count
         return LoadBack(device_pages, host_pages, bottom, count * self.page_size)
 
@@ -329,48 +300,13 @@ class TieredIndex:
         self.tree.protect(bottom)
         if count <= self.device.free_pages + self.tree.evictable_pages:
             # The whole size, not the shortfall: what SGLang does, which the recorded traces show.
-            self._evictor.evict_device(count)
+            self.evictor.evict_device(count)
             device_pages = self.device.alloc(count)
         self.tree.release(bottom)
         self.tree.unlock(anchor)
         return device_pages
 
-    # -- transfers ---------------------------------------------------------------------------------------------------
-
-    def take_transfers(self) -> list[Write | Load]:
-        """Writes and loads issued since the last call, in the order in which they must take effect."""
-        return self._transfers.take_issued()
-
-    def acknowledge_writes(self, n: int) -> list[Write]:
-        """Ends the `n` oldest writes (case 25). The caller begins their backups at once, if there is an L3."""
-        return self._transfers.acknowledge_writes(n)
-
-    def acknowledge_loads(self, n: int) -> list[Load]:
-        """Ends the `n` oldest loads."""
-        return self._transfers.acknowledge_loads(n)
-
-    def begin_backup(self, write: Write) -> Backup:
-        """Begins to copy an acknowledged write's host pages to L3; they are protected until the acknowledgement."""
-        return self._transfers.begin_backup(write)
-
-    def begin_backups(self, write: Write) -> list[Backup]:
-        """Begins what an acknowledged write makes possible: its own backup, that of ancestors which L3 was never sent,
-        and those that waited for it; parents first. Nothing while an ancestor has no host copy."""
-        return self._transfers.begin_backups(write)
-
-    def acknowledge_backups(self, n: int) -> list[Backup]:
-        """Ends the `n` oldest backups."""
-        return self._transfers.acknowledge_backups(n)
-
     # -- pages from L3 -----------------------------------------------------------------------------------------------
-
-    def protect(self, node: Node) -> None:
-        """Keeps a node's host copy, and those above it, until `release`."""
-        self.tree.protect(node)
-
-    def release(self, node: Node) -> None:
-        """Gives a protection back. Raises LockError when there is none (case 36)."""
-        self.tree.release(node)
 
     def attach_host(self, key: Key, anchor_pages: int, host_pages: Pages, hashes: list[bytes]) -> Pages:
         """Enters pages that came from L3 to the host, as a host-only node.
@@ -405,7 +341,7 @@ class TieredIndex:
         leaf.stored = True
         self.stats.attached_pages += leaf.pages
         self.stats.refused_attachments += taken
-        self._events.emit("stored", "host", leaf, "fetched")
+        self.events.emit("stored", "host", leaf, "fetched")
         return host_pages[:taken]
 
     def enable_hashes(self) -> None:
@@ -433,32 +369,28 @@ class TieredIndex:
         """
         tree = self.tree
         counts = {
-            "writes": len(self.writes),
-            "loads": len(self.loads),
-            "backups": len(self.backups),
+            "writes": len(self.transfers.writes),
+            "loads": len(self.transfers.loads),
+            "backups": len(self.transfers.backups),
             "locked pages": tree.protected_pages,
             "host protections": tree.protections,
         }
         busy = [f"{count} {name}" for name, count in counts.items() if count]
         if busy:
             raise IndexBusyError(f"flush while {', '.join(busy)} are outstanding; end them first")
-        self._events.emit("cleared", "device", tree.root, "flushed")
-        self._events.emit("cleared", "host", tree.root, "flushed")
+        self.events.emit("cleared", "device", tree.root, "flushed")
+        self.events.emit("cleared", "host", tree.root, "flushed")
         nodes = list(tree.nodes())
         self.device.free(concatenated([node.value for node in nodes if node.value is not None]))
         self.host.free(concatenated([node.host_value for node in nodes if node.host_value is not None]))
         tree.clear()
 
     def ledger(self) -> dict[str, Ledger]:
-        """Where the pages of each tier are, by count; `check_integrity` compares the pages themselves."""
+        """Where the pages of each tier are, by count; `check_index` compares the pages themselves."""
         return {
             "device": _ledger(self.device, self.tree.device_pages),
             "host": _ledger(self.host, self.tree.host_pages),
         }
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when tree, queues, counters or allocators don't agree. Heavy: for tests and audits."""
-        check_index(self)
 
 
 def _ledger(pool: PageAllocator, in_tree: int) -> Ledger:

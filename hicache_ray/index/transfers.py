@@ -78,25 +78,16 @@ class Transfers:
             self._tree.unlock(load.node)
         return done
 
-    def begin_backup(self, write: Write) -> Backup:
-        """Begins to copy the host pages of an acknowledged write to L3.
-
-        Raises:
-            ValueError: the tree carries no hashes, or the written pages were evicted in between.
-        """
-        self._check_written(write)
-        for part in self._covered(write.node, write.start):
-            part.stored = True
-        return self._begin(write.node, write.start, write.host_pages)
-
     def begin_backups(self, write: Write) -> list[Backup]:
-        """Begins the backups that an acknowledged write makes possible, parents first, so that no page is sent to L3
-        before those it can only be found through.
+        """Begins the backups to L3 that an acknowledged write makes possible: its own, that of ancestors which L3 was
+        never sent, and those that waited for it. Parents first, so that no page is sent before those it can only be
+        found through.
 
         An ancestor that has a host copy and was never sent (it is older than the attached store) goes first. While one
         has no host copy (write_back evicts from the leaves up) nothing below it goes; it takes them along in the end.
 
-        Raises: as `begin_backup`.
+        Raises:
+            ValueError: the tree carries no hashes, or the written pages were evicted in between.
         """
         self._check_written(write)
         due: list[Node] = []
@@ -110,7 +101,7 @@ class Transfers:
             due += self._waiting_below(write.node)
         for part in due:
             part.stored = True
-        return [self._begin(part, part.start, part.host_value) for part in due if part.host_value is not None]
+        return [self._begin(part) for part in due]
 
     def _waiting_below(self, node: Node) -> list[Node]:
         """Nodes below one that is sent to L3, which have their host copies and have waited for it, parents first."""
@@ -134,16 +125,12 @@ class Transfers:
                 f"{node!r} left the tree between its acknowledgement and its backup: begin backups at once"
             )
 
-    def _begin(self, node: Node, start: int, host_pages: Pages) -> Backup:
-        path, stop = self._path_hashes(node), start + len(host_pages)
+    def _begin(self, node: Node) -> Backup:
+        start, hashes = node.start, self._path_hashes(node)
         # A host copy with something below it is not evicted: protecting the node keeps those above it, too.
-        above = [
-            part.host_value for part in self._covered(node, 0) if part.end <= start and part.host_value is not None
-        ]
-        prefix_pages = concatenated(above)
-        if len(prefix_pages) < start:
-            prefix_pages = NO_PAGES
-        backup = Backup(self._seq(), node, start, host_pages, path[start:stop], path[:start], prefix_pages)
+        path = concatenated([part.host_value for part in self._covered(node, 0) if part.host_value is not None])
+        assert len(path) == node.end, f"{node!r} is sent to L3, and something above it has no host copy"
+        backup = Backup(self._seq(), node, start, path[start:], hashes[start:], hashes[:start], path[:start])
         self._tree.protect(node)
         self.backups.append(backup)
         return backup

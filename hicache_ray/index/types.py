@@ -135,8 +135,7 @@ class Backup(NamedTuple):
     Attributes:
         hashes: hash of each page.
         prefix_hashes: hashes of all pages before them, from the root.
-        prefix_pages: L2 pages of those, which stay there while this backup is in flight; empty where not all of
-            them have a host copy (a backup begun by itself, with `begin_backup`).
+        prefix_pages: L2 pages of those, which stay there while this backup is in flight.
     """
 
     seq: int

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicache_ray.index import TieredIndex
+from hicache_ray.index.integrity import check_index
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.node import NO_PAGES, Pages
 
@@ -111,9 +112,9 @@ def in_flight(cache: HiRadixCache) -> dict[str, int]:
     """Operations in flight by kind; `closing` are ended prefetches whose read still runs."""
     index, prefetcher = cache.index, cache.prefetcher
     return {
-        "writes": len(index.writes),
-        "loads": len(index.loads),
-        "backups": len(index.backups),
+        "writes": len(index.transfers.writes),
+        "loads": len(index.transfers.loads),
+        "backups": len(index.transfers.backups),
         "prefetches": len(prefetcher.active),
         "closing": len(prefetcher.closing),
     }
@@ -190,7 +191,7 @@ def _page_faults(ledgers: dict[str, PoolLedger]) -> list[str]:
 
 def _structure_faults(cache: HiRadixCache) -> list[str]:
     try:
-        cache.index.check_integrity()
+        check_index(cache.index)
     except AssertionError as error:
         return [f"tree: {error}"]
     return []
@@ -215,16 +216,16 @@ def _locks(cache: HiRadixCache) -> Counter[Node]:
     """Locks by the node at which they were taken; each holds the whole path. The root needs none."""
     index = cache.index
     locks: Counter[Node] = Counter(request.node for request in cache.requests.values() if request.node is not None)
-    locks.update(write.node for write in index.writes if not write.blocking)
-    locks.update(load.node for load in index.loads)
+    locks.update(write.node for write in index.transfers.writes if not write.blocking)
+    locks.update(load.node for load in index.transfers.loads)
     del locks[index.tree.root]
     return locks
 
 
 def _protections(cache: HiRadixCache) -> Counter[Node]:
     index = cache.index
-    protections: Counter[Node] = Counter(write.node for write in index.writes if write.blocking)
-    protections.update(backup.node for backup in index.backups)
+    protections: Counter[Node] = Counter(write.node for write in index.transfers.writes if write.blocking)
+    protections.update(backup.node for backup in index.transfers.backups)
     protections.update(prefetch.anchor for prefetch in cache.prefetcher.active.values())
     return protections
 

@@ -18,6 +18,7 @@ import numpy as np
 from hicache_ray import faultpoints
 from hicache_ray.config import prefetch_timeout_per_page
 from hicache_ray.index import Match, TieredIndex
+from hicache_ray.index.integrity import check_index
 from hicache_ray.radix.key import Key
 from hicache_ray.rank.audit import PoolLedger, audit
 from hicache_ray.rank.control import carry_out
@@ -161,7 +162,7 @@ class HiRadixCache:
         polled = tuple(self.poll(rid) for rid in request.polls)
         scheduled = tuple(self.schedule(rid) for rid in request.schedules)
         peeked = tuple(self.peek(peek) for peek in request.peeks)
-        consumer = self.controller.carry_out(self.index.take_transfers())
+        consumer = self.controller.carry_out(self.index.transfers.take_issued())
         running = (self.requests[row.rid] for row in scheduled if row.ok)
         self.forward = Forward(tuple(running), consumer)
         self.next_step = request.step + 1
@@ -207,18 +208,18 @@ class HiRadixCache:
         request = self.requests[rid]
         self.prefetcher.cancel(rid)
         match = self.index.match(request.key)
-        self.index.lock(match.device_node)
+        self.index.tree.lock(match.device_node)
         loads = match.host_pages and not faultpoints.fails("alloc.load")
         loaded = self.index.load_back(match) if loads else None
         node, prefix = match.device_node, self.index.device_value(match)
         if loaded is not None:
-            self.index.lock(loaded.node)
-            self.index.unlock(match.device_node)
+            self.index.tree.lock(loaded.node)
+            self.index.tree.unlock(match.device_node)
             node, prefix = loaded.node, np.concatenate([prefix, loaded.device_pages])
         wanted = self._pages_of(request) - len(prefix)
         room = None if faultpoints.fails("alloc.device") else self.index.allocate(wanted)
         if room is None:
-            self.index.unlock(node)
+            self.index.tree.unlock(node)
             return Scheduled(rid, False, "no_room")
         request.match, request.node = match, node
         request.pages, request.prefix_pages = np.concatenate([prefix, room]), len(prefix)
@@ -237,7 +238,7 @@ class HiRadixCache:
         inserted = self.index.insert(
             key.prefix(kept), request.pages[:kept], match=request.match, priority=request.priority
         )
-        self.index.unlock(request.node)
+        self.index.tree.unlock(request.node)
         self.index.device.free(request.pages[request.prefix_pages : inserted.prefix_pages])
         self.index.device.free(request.pages[kept:])
         duplicates = max(0, inserted.prefix_pages - request.prefix_pages)
@@ -253,8 +254,8 @@ class HiRadixCache:
         inserted = self.index.insert(
             key, request.pages[: key.pages], match=request.match, priority=request.priority, chunked=True
         )
-        self.index.lock(inserted.node)
-        self.index.unlock(request.node)
+        self.index.tree.lock(inserted.node)
+        self.index.tree.unlock(request.node)
         self.index.device.free(request.pages[request.prefix_pages : inserted.prefix_pages])
         request.node = inserted.node
         request.match = request.match._replace(
@@ -329,7 +330,7 @@ class HiRadixCache:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when tree, allocators or ledger don't add up. Heavy: for tests and audits."""
-        self.index.check_integrity()
+        check_index(self.index)
         for pool, ledger in self.ledger().items():
             ledger.check(pool)
 
@@ -350,8 +351,8 @@ class HiRadixCache:
 
     def is_idle(self) -> bool:
         """Whether no transfer is in flight anywhere in this rank."""
-        index = self.index
-        busy = index.writes or index.loads or index.backups or self.prefetcher.active or self.prefetcher.closing
+        transfers, prefetcher = self.index.transfers, self.prefetcher
+        busy = transfers.writes or transfers.loads or transfers.backups or prefetcher.active or prefetcher.closing
         return not busy
 
     def close(self) -> None:
@@ -408,7 +409,7 @@ class HiRadixCache:
         enabled, self.prefetcher.enabled = self.prefetcher.enabled, False
         progress = self.collect(StepRequest(self.generation, self.next_step))
         self._apply_progress(progress)
-        self.controller.carry_out(self.index.take_transfers())
+        self.controller.carry_out(self.index.transfers.take_issued())
         self.prefetcher.enabled = enabled
 
     def replace_index(self, index: TieredIndex) -> None:
@@ -450,7 +451,7 @@ class HiRadixCache:
 
     def _give_back(self, request: Request) -> None:
         assert request.node is not None
-        self.index.unlock(request.node)
+        self.index.tree.unlock(request.node)
         self.index.device.free(request.pages[request.prefix_pages :])
 
     def _done(self) -> dict[str, int]:
@@ -464,13 +465,13 @@ class HiRadixCache:
 
     def _apply_progress(self, agreed: Progress) -> None:
         done = self._acknowledged
-        written = self.index.acknowledge_writes(agreed.writes - done["writes"])
-        self.index.acknowledge_loads(agreed.loads - done["loads"])
-        self.index.acknowledge_backups(agreed.backups - done["backups"])
+        written = self.index.transfers.acknowledge_writes(agreed.writes - done["writes"])
+        self.index.transfers.acknowledge_loads(agreed.loads - done["loads"])
+        self.index.transfers.acknowledge_backups(agreed.backups - done["backups"])
         done.update(writes=agreed.writes, loads=agreed.loads, backups=agreed.backups)
         io = self.controller.storage_io
         if io is not None and self.prefetcher.enabled:
             for write in written:
-                for backup in self.index.begin_backups(write):
+                for backup in self.index.transfers.begin_backups(write):
                     io.backup(backup)
         self.prefetcher.apply(agreed.prefetches, agreed.releases)

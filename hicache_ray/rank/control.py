@@ -102,7 +102,7 @@ def _detach(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
         return [DONE, "no storage backend was attached"]
     cache.prefetcher.enabled = False
     cache.prefetcher.cancel_all()
-    if cache.prefetcher.closing or cache.index.backups:
+    if cache.prefetcher.closing or cache.index.transfers.backups:
         return [DRAINING, ""]
     return [DONE, "" if cache.detach_storage() else "a call to the old backend did not end in time and was left behind"]
 

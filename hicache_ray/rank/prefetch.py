@@ -270,7 +270,7 @@ class Prefetcher:
             prefix_hashes=_path_hashes(match.host_node) if io.pass_prefix_hashes else (),
             issued_at=self.policy.clock(),
         )
-        self.index.protect(prefetch.anchor)
+        self.index.tree.protect(prefetch.anchor)
         self.active[rid] = prefetch
         io.query(prefetch)
 
@@ -304,7 +304,7 @@ class Prefetcher:
             self.index.host.free(unused)
             prefetch.attached_pages = completed - len(unused)
             self.counts["loaded_pages"] += prefetch.attached_pages
-        self.index.release(prefetch.anchor)
+        self.index.tree.release(prefetch.anchor)
         self.occupied_pages -= completed
         if len(rest):
             self.closing.append(Closing(prefetch, rest))

@@ -107,7 +107,7 @@ def _all_pages(workload: Workload, page_size: int) -> int:
 def _serve(index: TieredIndex, lookup: _Lookup, page_tokens: int, counts: TokenCounts) -> None:
     key = lookup.key
     match = index.match(key)
-    index.lock(match.device_node)
+    index.tree.lock(match.device_node)
     loaded = index.load_back(match) if match.host_pages else None
     cached = match.device_pages + (match.host_pages if loaded else 0)
     pages = index.allocate(key.pages - cached)
@@ -116,7 +116,7 @@ def _serve(index: TieredIndex, lookup: _Lookup, page_tokens: int, counts: TokenC
             f"a request has {key.pages} pages and L1 {index.device.total}: give L1 at least {key.pages}"
         )
     index.insert(key, pages, match=match)
-    index.unlock(match.device_node)
+    index.tree.unlock(match.device_node)
     _settle(index)
     found_l1 = min(match.device_pages * page_tokens, lookup.tokens)
     found = min(cached * page_tokens, lookup.tokens)
@@ -130,9 +130,9 @@ def _serve(index: TieredIndex, lookup: _Lookup, page_tokens: int, counts: TokenC
 
 
 def _settle(index: TieredIndex) -> None:
-    index.take_transfers()
-    index.acknowledge_writes(len(index.writes))
-    index.acknowledge_loads(len(index.loads))
+    index.transfers.take_issued()
+    index.transfers.acknowledge_writes(len(index.transfers.writes))
+    index.transfers.acknowledge_loads(len(index.transfers.loads))
 
 
 def _ledger(indexes: list[TieredIndex]) -> dict[str, dict[str, int]]:
