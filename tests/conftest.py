@@ -12,6 +12,14 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Drawn alike in every run, and judged by what is found, not by how long it takes on a busy machine.
+settings.register_profile(
+    "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.register_profile("search", settings.get_profile("steady"), derandomize=False, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 ONE_PROCESS = {"test_backend_mooncake", "test_backend_replay", "test_mooncake_answers"}
 """Modules whose tests share a Mooncake server."""

@@ -205,7 +205,7 @@ def test_bad_input_is_refused_with_its_value(call, error, text):
         call()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70), st.integers(1, 9), st.integers(0, 70))
 def test_the_chain_may_be_cut_anywhere(tokens, page_size, cut):
     """Hashing in two pieces at a page boundary equals hashing in one, and equals the definition."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hicache_ray.hashing import ModelIdentity, Namespace, page_hashes
@@ -90,7 +90,7 @@ def test_a_message_is_what_it_says_or_an_error_with_a_name(name: str) -> None:
     parse, error, good = PARSERS[name]
     parse(good)
 
-    @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=400)
     @given(damaged(good))
     @example(b"")
     @example(b"null")
@@ -109,7 +109,7 @@ def test_a_message_is_what_it_says_or_an_error_with_a_name(name: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_frames_of_the_near_channel(method: str) -> None:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.binary(max_size=40))
     def fuzz(body: bytes) -> None:
         try:
@@ -167,7 +167,7 @@ def test_an_arena_file_is_one_or_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "hicache-token-a.arena"
     interesting = st.integers(0, FILE_HEADER.itemsize + 2048) | st.integers(0, len(good) - 8)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(st.lists(st.tuples(interesting, st.binary(min_size=1, max_size=8)), max_size=4), st.integers(0, len(good)))
     @example([(24, struct.pack("<QQ", 0, 0))], 0)
     @example([(24, struct.pack("<QQ", 2**60, 2**60))], 0)
@@ -220,7 +220,7 @@ def test_a_page_file_is_whole_or_a_miss(tmp_path: Path) -> None:
     (path,) = (tmp_path / "pages").rglob(f"{PAGES[0].hex()}.page")
     good = path.read_bytes()
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(holes_of(good) | st.binary(max_size=200))
     def fuzz(content: bytes) -> None:
         path.parent.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -120,6 +120,4 @@ class MovingPoolModel(RuleBasedStateMachine):
 
 
 TestMovingPool = MovingPoolModel.TestCase
-TestMovingPool.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+TestMovingPool.settings = settings(max_examples=40, stateful_step_count=30)

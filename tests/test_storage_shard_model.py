@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -167,6 +167,4 @@ def checksum(number: int) -> int:
 
 
 TestShardModel = ShardModel.TestCase
-TestShardModel.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+TestShardModel.settings = settings(max_examples=60, stateful_step_count=40)
