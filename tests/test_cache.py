@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -118,9 +120,8 @@ def test_what_can_not_be_done_is_refused_before_anything_changes(step: dict[str,
         ({"aborts": ["wait"], "schedules": ["wait"]}, "schedule: request 'wait' ends"),
         ({"admits": [admit("new", [1]), admit("new", [2])]}, "admits: request 'new' is named 2 times"),
         ({"chunks": [Chunk("run", 1), Chunk("run", 2)]}, "chunks: request 'run' is named 2 times"),
-        ({"admits": [Admit("odd", b"abc")]}, "3 bytes"),
-        ({"admits": [Admit("less", b"", max_new_tokens=-5)]}, "is negative"),
-        ({"admits": [Admit("", b"")]}, "rid: 0 characters"),
+        ({"admits": [Admit("less", b"", max_new_tokens=-5)]}, "max_new_tokens: expected int >= 0, got -5"),
+        ({"admits": [Admit("", b"")]}, "rid: expected str of length >= 1, got ''"),
     ],
 )
 def test_a_step_that_contradicts_itself_is_refused_whole(step: dict[str, object], text: str) -> None:
@@ -148,14 +149,26 @@ def test_a_step_from_another_point_is_refused(where: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
-        ({"admits": (Admit("a", [1, 2]),)}, "tokens: expected bytes"),  # type: ignore[arg-type]
-        ({"admits": (Admit("a", b"", None),)}, "can't be sent"),  # type: ignore[arg-type]
+        ({"admits": (Admit("a", b"", None),)}, "admits.namespace: expected array, got None"),  # type: ignore[arg-type]
         ({"admits": (Admit("\ud800", b""),)}, "can't be sent"),
         ({"admits": (Admit("a", b"", priority=2**64),)}, "can't be sent"),
         ({"polls": (5,)}, "polls: expected str"),
-        ({"finishes": (Finish("a", b"a"),)}, "4-byte tokens"),
     ],
 )
 def test_a_malformed_field_is_said_where_it_was_said(bad: dict[str, object], text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
-        StepRequest(0, 0, **bad).checked()  # type: ignore[arg-type]
+        StepRequest(0, 0, **bad).encode()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Admit("odd", b"abc"), "tokens: 3 bytes are no whole number of 4-byte tokens"),
+        (lambda: Admit("list", [1, 2]), r"tokens: expected bytes, got \[1, 2\]"),
+        (lambda: Finish("a", b"a"), "output: 1 bytes are no whole number of 4-byte tokens"),
+        (lambda: Peek(b"ab"), "tokens: 2 bytes"),
+    ],
+)
+def test_what_is_no_row_of_tokens_is_refused_where_it_is_made(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        make()

@@ -19,7 +19,8 @@ from hicache_ray.faults.injector import injected
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.pools.allocator import PageAllocator, PageError
 from hicache_ray.rank.control import DONE, DRAINING, REFUSED
-from hicache_ray.rank.step import Admit, Control, DesyncError, Finish, Progress
+from hicache_ray.rank.progress import DesyncError, Progress
+from hicache_ray.rank.step import Admit, Control, Finish
 from hicache_ray.testing.serving import ask, settle
 from tests.manual import ManualLane
 from tests.ray_service import ENGINE, config

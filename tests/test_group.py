@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import ray
+from msgspec.structs import replace
 
 import hicache_ray
 from hicache_ray.actors.directory import look_up
@@ -68,9 +68,13 @@ def test_a_step_that_can_not_be_done_says_why_and_changes_nothing(group: TPGroup
         with pytest.raises(RequestError, match=text):
             group.step(**step)  # type: ignore[arg-type]
     generation = group.generation
-    for bad in ({"admits": [Admit("odd", b"abc")]}, {"polls": [5]}, {"admits": [Admit("a", b"", max_new_tokens=-1)]}):
+    for bad in (
+        lambda: group.step(admits=[Admit("odd", b"abc")]),
+        lambda: group.step(polls=[5]),  # type: ignore[list-item]
+        lambda: group.step(admits=[Admit("a", b"", max_new_tokens=-1)]),
+    ):
         with pytest.raises(ProtocolError):
-            group.step(**bad)  # type: ignore[arg-type]
+            bad()
     serve(group, "after", prompts(1, seed=9)[0])
     assert group.generation == generation, "a caller's mistake rebuilt the group"
 
@@ -115,7 +119,7 @@ def test_a_group_of_a_service_that_another_driver_stopped_is_refused_at_once(
 
 
 def test_ranks_that_answer_differently_are_an_error_that_names_step_and_ranks(group: TPGroup) -> None:
-    one = StepAnswer(0, 7, 1, timings_us={"total": 1.0})
+    one = StepAnswer(7, 1, timings_us={"total": 1.0})
     with pytest.raises(DivergenceError, match=r"ranks 0 and 1 differ at step 7 in digest"):
         group._compare([one, replace(one, rank=1, digest=2)])
 

@@ -139,7 +139,13 @@ class Counted:
         answer = self.group.step(**wanted)
         for rank, metrics in enumerate(self.metrics):
             metrics.observe(
-                StepAnswer(rank, answer.step, answer.digest, scheduled=answer.scheduled, timings_us=answer.timings_us)
+                StepAnswer(
+                    answer.step,
+                    answer.digest,
+                    rank=rank,
+                    scheduled=answer.scheduled,
+                    timings_us=answer.timings_us,
+                )
             )
         self.steps += 1
         return answer

@@ -12,7 +12,7 @@ from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
 from hicache_ray.rank.build import prefetch_policy
-from hicache_ray.rank.step import Finish
+from hicache_ray.rank.step import Finish, Polled
 from tests.whole_cache import Lockstep, Shape, admit
 
 PROMPT = list(range(100, 111))
@@ -166,7 +166,7 @@ def test_case_47_best_effort_before_the_query_returns_is_done_with_nothing() -> 
     """Case 47: done immediately, 0 loaded, none leaked."""
     group = stored(prefetch_policy="best_effort")
     group.step(admits=[admit("r", PROMPT)])
-    assert group.step(polls=["r"]).polled[0] == ("r", True, 0)
+    assert group.step(polls=["r"]).polled[0] == Polled("r", True, 0)
     run_workers(group)
     group.step()
     assert at_rest(group)
@@ -261,7 +261,7 @@ def test_d4_another_namespace_finds_nothing_in_l3() -> None:
         group.step(admits=[admit(f"r{n}", PROMPT, namespace)])
         run_workers(group)
         group.step()
-        assert group.step(polls=[f"r{n}"]).polled[0] == (f"r{n}", True, 0)
+        assert group.step(polls=[f"r{n}"]).polled[0] == Polled(f"r{n}", True, 0)
 
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
@@ -313,4 +313,4 @@ def test_d10_bigram_keys_are_one_kind_from_match_to_l3_and_back() -> None:
     plain.step(admits=[admit("r", [*PROMPT, 1, 2])])
     run_workers(plain)
     plain.step()
-    assert plain.step(polls=["r"]).polled[0] == ("r", True, 0)
+    assert plain.step(polls=["r"]).polled[0] == Polled("r", True, 0)

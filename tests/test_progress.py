@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ray.rank.step import DesyncError, PrefetchProgress, Progress
+from hicache_ray.rank.progress import DesyncError, PrefetchProgress, Progress
 
 counts = st.integers(0, 1000)
 prefetches = st.builds(PrefetchProgress, st.booleans(), counts, counts, st.booleans(), st.booleans())

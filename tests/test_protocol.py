@@ -46,7 +46,9 @@ def test_a_request_comes_back_as_it_was(request: StepRequest) -> None:
 
 
 def test_an_answer_comes_back_as_it_was() -> None:
-    answer = StepAnswer(1, 7, 2**64 - 1, scheduled=(Scheduled("r", True, "", 4, 2, 0, 6),), timings_us={"work": 1.5})
+    answer = StepAnswer(
+        7, 2**64 - 1, rank=1, scheduled=(Scheduled("r", True, "", 4, 2, 0, 6),), timings_us={"work": 1.5}
+    )
     assert StepAnswer.decode(answer.encode()) == answer
 
 
@@ -63,6 +65,8 @@ def test_well_formed_msgpack_of_another_shape_is_refused(value: object) -> None:
         message = msgpack.packb([PROTOCOL_VERSION, 0, 0, [], [], [value], [], [], [], [], []])
     except OverflowError:
         return
+    if isinstance(value, list) and value[1:] and isinstance(value[0], str) and isinstance(value[1], bytes):
+        return  # the beginning of an Admit, whose other fields have defaults
     with pytest.raises(ProtocolError):
         StepRequest.decode(message)
 
@@ -75,7 +79,10 @@ def test_well_formed_msgpack_of_another_shape_is_refused(value: object) -> None:
         ([PROTOCOL_VERSION, 0, 0, [], [["r", b"abc", True]], [], [], [], [], [], []], "4-byte tokens"),
         ([PROTOCOL_VERSION, True, 0, [], [], [], [], [], [], [], []], "generation"),
         ([PROTOCOL_VERSION, 0, 0, [], [], [["r", b"", [None, 3, None], 0, 0]], [], [], [], [], []], "namespace"),
-        ([PROTOCOL_VERSION, 0, 0, [], [], [["r", b"", [None, None, None], 0, -1]], [], [], [], [], []], "negative"),
+        (
+            [PROTOCOL_VERSION, 0, 0, [], [], [["r", b"", [None, None, None], 0, -1]], [], [], [], [], []],
+            r"admits.max_new_tokens: expected int >= 0, got -1",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(fields: list[object], text: str) -> None:

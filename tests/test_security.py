@@ -66,7 +66,7 @@ def damaged(message: bytes) -> st.SearchStrategy[bytes]:
 STEP = StepRequest(
     1, 2, ("a",), (Finish("f", b"\0" * 8),), (Admit("r", b"\1\0\0\0", Namespace("x"), 1, 4),), ("p",), ("s",)
 ).encode()
-ANSWER = StepAnswer(0, 1, 2, timings_us={"total": 1.0}).encode()
+ANSWER = StepAnswer(1, 2, timings_us={"total": 1.0}).encode()
 CATALOG = Catalog((CatalogEntry(-1, Namespace(), b"\0" * 8, b"h" * 32, 1, 2, 3, 1, 0),), 4, 2).pack()
 REQUEST = Request(3, [b"k" * 48, b"l" * 48], 4096, b"label").pack()
 COMMIT = Commit(7, np.arange(3, dtype=np.uint64), np.ones(3, np.bool_)).pack()

@@ -24,8 +24,9 @@ from hicache_ray.pools.spec import KVSpec
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.l3 import StorageIO
 from hicache_ray.rank.prefetch import Prefetch, PrefetchPolicy
+from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.request import Request
-from hicache_ray.rank.step import Admit, Chunk, Control, Finish, Peek, Progress, StepAnswer, StepRequest
+from hicache_ray.rank.step import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest, differences
 from hicache_ray.rank.transfers import TransferController
 from hicache_ray.storage.base import Bytes, PageStorage, StorageConfig
 from tests.manual import ManualLane, ManualWorker
@@ -219,17 +220,19 @@ class Lockstep:
             tuple(chunks),
             tuple(peeks),
         )
-        message = request.checked()
+        message = request.encode()
+        for cache in self.caches:
+            cache.check(request)
         for finish in finishes:
             for cache in self.caches:
                 self.fill(cache, cache.requests[finish.rid], finish.output)
-        vectors = [cache.collect(StepRequest.decode(message)).vector() for cache in self.caches]
+        vectors = [cache.collect(StepRequest.decode(message).polls).vector() for cache in self.caches]
         agreed = Progress.agreed(reduce(np.minimum, vectors))
         self.reductions += 1
         self.steps += 1
         answers = [cache.apply(request, agreed) for cache in self.caches]
         for answer in answers[1:]:
-            assert answer.agreed() == answers[0].agreed(), f"ranks differ at step {request.step}"
+            assert not differences(answer, answers[0]), f"ranks differ at step {request.step}"
             assert answer.controlled == answers[0].controlled
         for cache in self.caches:
             for scheduled in cache.forward.requests:

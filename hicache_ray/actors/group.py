@@ -212,7 +212,7 @@ class TPGroup(RuntimeControl):
             chunks=tuple(chunks),
             peeks=tuple(peeks),
         )
-        message = request.checked()
+        message = request.encode()
         try:
             answers = [StepAnswer.decode(answer) for answer in self._send(message)]
             self._compare(answers)

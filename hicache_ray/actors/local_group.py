@@ -25,6 +25,7 @@ from hicache_ray.rank.audit import audit_of, status_of
 from hicache_ray.rank.build import build_cache
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.engine import Engine, load_engine
+from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.step import (
     Admit,
     Chunk,
@@ -32,7 +33,6 @@ from hicache_ray.rank.step import (
     Finish,
     GroupAnswer,
     Peek,
-    Progress,
     StepAnswer,
     StepRequest,
     differences,
@@ -129,7 +129,7 @@ class LocalGroup(RuntimeControl):
             controls=tuple(controls),
             chunks=tuple(chunks),
             peeks=tuple(peeks),
-        ).checked()
+        ).encode()
         requests = [StepRequest.decode(message) for _ in self.caches]
         timings: dict[str, float] = {}
         answers = self._answers(requests, timings)
@@ -168,10 +168,12 @@ class LocalGroup(RuntimeControl):
         """The ranks' answers; notes the times of the parts, over all ranks, in microseconds."""
         clock = time.perf_counter
         marks = [clock()]
+        for cache, request in zip(self.caches, requests, strict=True):
+            cache.check(request)
         for engine, cache, request in zip(self.engines, self.caches, requests, strict=False):
             engine.before_step(cache, request)
         marks.append(clock())
-        vectors = [cache.collect(request).vector() for cache, request in zip(self.caches, requests, strict=True)]
+        vectors = [cache.collect(request.polls).vector() for cache, request in zip(self.caches, requests, strict=True)]
         marks.append(clock())
         folded = self._folded(vectors)
         marks.append(clock())

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from hicache_ray.rank.build import build_cache
 from hicache_ray.rank.cache import alone
 from hicache_ray.rank.engine import Engine, load_engine
 from hicache_ray.rank.rejoin import Peer, Returning
-from hicache_ray.rank.step import NEXT_STEP, StepRequest
+from hicache_ray.rank.step import StepRequest
 
 _beside: Any = ray.method
 """Untyped: Ray's stubs would hide the methods' own types inside the class."""
@@ -166,8 +166,6 @@ class RankServer:
             raise StaleGeneration(
                 f"step of generation {request.generation}, the group is at generation {self.cache.generation}"
             )
-        if request.step == NEXT_STEP:
-            request = replace(request, step=self.cache.next_step)
         if self.engine is not None:
             self.cache.check(request)
             self.engine.before_step(self.cache, request)

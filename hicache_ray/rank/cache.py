@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +24,9 @@ from hicache_ray.rank.audit import PoolLedger, audit
 from hicache_ray.rank.control import carry_out
 from hicache_ray.rank.l3 import PreparedStores, StorageFactory
 from hicache_ray.rank.prefetch import NO_PAGES, Prefetcher, PrefetchPolicy
+from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.request import Forward, Request, check_step
 from hicache_ray.rank.step import (
-    NEXT_STEP,
     Admit,
     Admitted,
     Chunk,
@@ -36,7 +36,6 @@ from hicache_ray.rank.step import (
     Peek,
     Peeked,
     Polled,
-    Progress,
     Scheduled,
     StepAnswer,
     StepRequest,
@@ -125,9 +124,8 @@ class HiRadixCache:
             CopyError: a copy between L1 and L2 failed; the rank must end.
         """
         began = time.perf_counter()
-        if request.step == NEXT_STEP:
-            request = replace(request, step=self.next_step)
-        progress = self.collect(request)
+        self.check(request)
+        progress = self.collect(request.polls)
         collected = time.perf_counter()
         agreed = Progress.agreed(reduce(progress.vector()))
         reduced = time.perf_counter()
@@ -137,13 +135,12 @@ class HiRadixCache:
         answer.timings_us["work"] = (collected - began + ended - reduced) * 1e6
         return answer
 
-    def collect(self, request: StepRequest) -> Progress:
-        """Checks the request and takes this rank's local progress; changes nothing that is replicated."""
-        self.check(request)
-        self.prefetcher.mark_polled(request.polls)
+    def collect(self, polls: Sequence[str] = ()) -> Progress:
+        """This rank's local progress, with the requests that the scheduler wants now; changes nothing replicated."""
+        self.prefetcher.mark_polled(polls)
         return Progress(
             generation=self.generation,
-            step=request.step,
+            step=self.next_step,
             digest=self.index.tree.digest(),
             **{kind: done - self._base[kind] for kind, done in self._done().items()},
             releases=self.prefetcher.releases_done,
@@ -151,7 +148,7 @@ class HiRadixCache:
         )
 
     def apply(self, request: StepRequest, agreed: Progress) -> StepAnswer:
-        """Applies the agreed progress, then the request's operations in message order, and begins the transfers."""
+        """Applies the agreed progress, then the operations of a checked request in order, and begins the transfers."""
         self._apply_progress(agreed)
         for rid in request.aborts:
             self.abort(rid)
@@ -165,10 +162,10 @@ class HiRadixCache:
         consumer = self.controller.carry_out(self.index.transfers.take_issued())
         running = (self.requests[row.rid] for row in scheduled if row.ok)
         self.forward = Forward(tuple(running), consumer)
-        self.next_step = request.step + 1
+        self.next_step += 1
         return StepAnswer(
             rank=self.rank,
-            step=request.step,
+            step=agreed.step,
             digest=self.index.tree.digest(),
             admitted=admitted,
             polled=polled,
@@ -407,8 +404,7 @@ class HiRadixCache:
     def drain_alone(self) -> None:
         """Applies this rank's own progress, as if all ranks had reached it, and begins nothing new (recovery)."""
         enabled, self.prefetcher.enabled = self.prefetcher.enabled, False
-        progress = self.collect(StepRequest(self.generation, self.next_step))
-        self._apply_progress(progress)
+        self._apply_progress(self.collect())
         self.controller.carry_out(self.index.transfers.take_issued())
         self.prefetcher.enabled = enabled
 

@@ -1,7 +1,7 @@
 """One prefetch, L3 to L2: its life, and when a waiting request may stop waiting for it (CASES 41 to 51).
 
     queried?  --agreed hits >= threshold-->  reading  --all read, or ended by policy-->  attached
-        \-- fewer: revoked                        (pages not yet read stay owned until the read has really ended)
+        `-- fewer: revoked                        (pages not yet read stay owned until the read has really ended)
 
 The control half moves on agreed numbers only; the IO threads write the few fields marked as theirs.
 
@@ -24,7 +24,7 @@ from hicache_ray.hashing import page_hashes
 from hicache_ray.index import Match, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
-from hicache_ray.rank.step import PrefetchProgress
+from hicache_ray.rank.progress import PrefetchProgress
 from hicache_ray.rank.transfers import TransferController
 
 if TYPE_CHECKING:

@@ -141,9 +141,6 @@ def _expect(requests: Mapping[str, Request], rid: str, running: bool, operation:
 
 
 def _check_size(admit: Admit, room: int) -> None:
-    if len(admit.tokens) % TOKEN_BYTES:
-        size = len(admit.tokens)
-        raise RequestError(f"request {admit.rid!r}: {size} bytes are no whole number of {TOKEN_BYTES}-byte tokens")
     if admit.max_new_tokens < 0:
         raise RequestError(f"request {admit.rid!r}: max_new_tokens is {admit.max_new_tokens}; it can't be negative")
     tokens = len(admit.tokens) // TOKEN_BYTES + admit.max_new_tokens
