@@ -116,11 +116,13 @@ class StepRequest(Row, frozen=True, tag=PROTOCOL_VERSION):
                 was said, and reaches no rank.
         """
         try:
-            message = _encode(self)
+            plain = msgspec.to_builtins(self, builtin_types=(bytes,))  # copies no tokens
+            msgspec.convert(plain, StepRequest)
+            return _encode(self)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"step request: {_told(error, plain, StepRequest)}") from None
         except (TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"step request: can't be sent ({error})") from None
-        self.decode(message)
-        return message
 
     @classmethod
     def decode(cls, message: bytes) -> StepRequest:
@@ -263,7 +265,11 @@ def _decoded(message: bytes, decoder: msgspec.msgpack.Decoder[_Message], what: s
     try:
         decoded = decoder.decode(message)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{what}: {_told(str(error), message, decoder.type)}") from None
+        try:
+            plain = msgspec.msgpack.decode(message)
+        except (ValueError, TypeError, RecursionError) as broken:
+            raise ProtocolError(f"{what}: not msgpack ({broken})") from None
+        raise ProtocolError(f"{what}: {_told(error, plain, decoder.type)}") from None
     fields = len(decoded.__struct_fields__) + 1
     if message[0] != _ARRAY | fields:
         raise ProtocolError(f"{what}: expected {fields} fields, got {message[0] & ~_ARRAY}")
@@ -274,13 +280,9 @@ _ARRAY = 0x90
 """First byte of a msgpack array of less than 16 items, beside their number."""
 
 
-def _told(error: str, message: bytes, kind: Any) -> str:
+def _told(error: Exception, value: Any, kind: Any) -> str:
     """msgspec's "Expected `bytes`, got `int` - at `$[5][0][1]`" with the field's name and the offending value."""
-    try:
-        value: Any = msgspec.msgpack.decode(message)
-    except (ValueError, TypeError, RecursionError) as broken:
-        return f"not msgpack ({broken})"
-    text, _, path = error.replace("`", "").partition(" - at ")
+    text, _, path = str(error).replace("`", "").partition(" - at ")
     names: list[str] = []
     info = inspect.type_info(kind)
     for place in map(int, re.findall(r"\[(\d+)\]", path)):
