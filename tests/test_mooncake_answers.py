@@ -16,7 +16,7 @@ from hicache_ray.storage.mooncake import client as mooncake_client
 from hicache_ray.storage.mooncake.objects import MAX_PIECES
 from hicache_ray.storage.mooncake.options import MooncakeOptions
 from hicache_ray.storage.mooncake.storage import MooncakeStorage
-from hicache_ray.storage.options import parse_size
+from hicache_ray.storage.options import read_size
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
 from hicache_ray.testing.suite_base import SHAPES, identity_of, page_names
@@ -262,12 +262,17 @@ class TestOptions:
         ],
     )
     def test_sizes_with_units_of_any_case(self, value: Any, size: int) -> None:
-        assert parse_size("global_segment_size", value) == size
+        assert (
+            MooncakeOptions.parse(
+                {"master_server_address": "x:1", "global_segment_size": value}, {}
+            ).global_segment_size
+            == size
+        )
 
     @pytest.mark.parametrize("value", ["", "gb", "-1", -1, "4 apples", None, True])
     def test_what_is_no_size_is_refused(self, value: Any) -> None:
         with pytest.raises(BackendError, match="global_segment_size is"):
-            parse_size("global_segment_size", value)
+            read_size("global_segment_size", value)
 
     @pytest.mark.parametrize(
         ("extra", "environment", "text"),

@@ -1,11 +1,11 @@
-"""Reading a backend's options: sizes with units, booleans, and a clear word on what is not known."""
+"""Reads the options of a backend: what does not fit is a BackendError that names the option."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hicache_ray.config.option import SIZE_FORMS, parse_bool, parse_size
 from hicache_ray.storage.registry import BackendError
 
 SHARED_OPTIONS = frozenset(
@@ -23,37 +23,24 @@ SHARED_OPTIONS = frozenset(
 KEY_STYLES = ("full", "sglang")
 """Storage keys with the whole model identity, or exactly SGLang's (to share a store with it; cases 9, 10)."""
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+
+def read_size(name: str, value: Any, *, kilo: int = 1000) -> int:
+    """Bytes as `parse_size` reads them; BackendError, which names the option, for what is no size."""
+    try:
+        return parse_size(value, kilo=kilo)
+    except (ValueError, OverflowError):
+        raise BackendError(f"{name} is {value!r}; {SIZE_FORMS}") from None
 
 
-def parse_size(name: str, value: Any) -> int:
-    """Bytes of `value`: a number, or text with a unit of any case ("4gb", "512 MiB", "1.5T"); units are powers of 1024.
-
-    Raises:
-        BackendError: no size, or a negative one; the text names the option.
-    """
-    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
-        return int(value)
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise BackendError(f"{name} is {value!r}; give bytes as a number, or with a unit as in '4gb' or '512mb'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+def read_bool(name: str, value: Any) -> bool:
+    """A boolean as `parse_bool` reads it, or empty text, which is false; BackendError for anything else."""
+    try:
+        return value != "" and parse_bool(value)
+    except ValueError:
+        raise BackendError(f"{name} is {value!r}; give true or false") from None
 
 
-def parse_bool(name: str, value: Any) -> bool:
-    """A boolean, 0 or 1, or one of the usual words in any case; BackendError for anything else."""
-    if isinstance(value, bool) or value in (0, 1):
-        return bool(value)
-    word = str(value).strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off", ""):
-        return False
-    raise BackendError(f"{name} is {value!r}; use true or false")
-
-
-def parse_count(name: str, value: Any, minimum: int = 1) -> int:
+def read_count(name: str, value: Any, minimum: int = 1) -> int:
     """A whole number of at least `minimum`, also as text; BackendError for anything else."""
     try:
         count = int(str(value))
@@ -64,7 +51,7 @@ def parse_count(name: str, value: Any, minimum: int = 1) -> int:
     return count
 
 
-def parse_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+def read_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     """`value` when it is one of the choices; BackendError, with the choices, when not."""
     known = tuple(choices)
     if value not in known:

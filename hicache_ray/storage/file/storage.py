@@ -23,7 +23,7 @@ from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leadin
 from hicache_ray.storage.file.format import PageFile, PageRead, file_bytes, read_page_file, write_page_file
 from hicache_ray.storage.file.space import FileSpace, SpaceLimits
 from hicache_ray.storage.file.task_pool import TaskPool
-from hicache_ray.storage.options import KEY_STYLES, parse_bool, parse_choice, parse_count, parse_size, refuse_unknown
+from hicache_ray.storage.options import KEY_STYLES, read_bool, read_choice, read_count, read_size, refuse_unknown
 from hicache_ray.storage.registry import BackendError
 
 logger = logging.getLogger("hicache_ray.storage")
@@ -67,11 +67,11 @@ class FileOptions(NamedTuple):
         cap = extra.get("max_bytes")
         return cls(
             directory=Path(directory).expanduser().absolute(),
-            max_bytes=None if cap is None else parse_size("max_bytes", cap),
-            min_free_bytes=parse_size("min_free_bytes", extra.get("min_free_bytes", DEFAULT_MIN_FREE_BYTES)),
-            threads=parse_count("threads", extra.get("threads", 4)),
-            fsync=parse_bool("fsync", extra.get("fsync", False)),
-            key_style=parse_choice("key_style", extra.get("key_style", "full"), KEY_STYLES),
+            max_bytes=None if cap is None else read_size("max_bytes", cap),
+            min_free_bytes=read_size("min_free_bytes", extra.get("min_free_bytes", DEFAULT_MIN_FREE_BYTES)),
+            threads=read_count("threads", extra.get("threads", 4)),
+            fsync=read_bool("fsync", extra.get("fsync", False)),
+            key_style=read_choice("key_style", extra.get("key_style", "full"), KEY_STYLES),
         )
 
 

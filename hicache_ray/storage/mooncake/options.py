@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.options import KEY_STYLES, parse_bool, parse_choice, parse_count, parse_size, refuse_unknown
+from hicache_ray.storage.options import KEY_STYLES, read_bool, read_choice, read_count, read_size, refuse_unknown
 from hicache_ray.storage.registry import BackendError
 
 CONFIG_PATH_VARIABLES = ("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", "MOONCAKE_CONFIG_PATH")
@@ -21,6 +21,11 @@ Parser = Callable[[str, Any], Any]
 
 def _text(name: str, value: Any) -> str:
     return str(value).strip()
+
+
+def _memory(name: str, value: Any) -> int:
+    # SGLang reads the same options and variables: a gb must be as large here as there.
+    return read_size(name, value, kilo=1024)
 
 
 class _Source(NamedTuple):
@@ -37,13 +42,13 @@ _OPTIONS = {
     "local_hostname": _Source(("MOONCAKE_LOCAL_HOSTNAME", "LOCAL_HOSTNAME"), "localhost"),
     "protocol": _Source(("MOONCAKE_PROTOCOL",), "tcp"),
     "device_name": _Source(("MOONCAKE_DEVICE",), ""),
-    "global_segment_size": _Source(("MOONCAKE_GLOBAL_SEGMENT_SIZE",), "4gb", parse_size),
-    "local_buffer_size": _Source(("SGLANG_MOONCAKE_LOCAL_BUFFER_SIZE",), "16mb", parse_size),
-    "master_metrics_port": _Source(("MOONCAKE_MASTER_METRICS_PORT",), 9003, parse_count),
-    "check_server": _Source(("MOONCAKE_CHECK_SERVER",), False, parse_bool),
-    "setup_timeout": _Source((), 60, parse_count),
+    "global_segment_size": _Source(("MOONCAKE_GLOBAL_SEGMENT_SIZE",), "4gb", _memory),
+    "local_buffer_size": _Source(("SGLANG_MOONCAKE_LOCAL_BUFFER_SIZE",), "16mb", _memory),
+    "master_metrics_port": _Source(("MOONCAKE_MASTER_METRICS_PORT",), 9003, read_count),
+    "check_server": _Source(("MOONCAKE_CHECK_SERVER",), False, read_bool),
+    "setup_timeout": _Source((), 60, read_count),
     "extra_backend_tag": _Source((), ""),
-    "key_style": _Source((), "full", lambda name, value: parse_choice(name, value, KEY_STYLES)),
+    "key_style": _Source((), "full", lambda name, value: read_choice(name, value, KEY_STYLES)),
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hicache_ray.storage.options import parse_bool, parse_choice, parse_count, refuse_unknown
+from hicache_ray.storage.options import read_bool, read_choice, read_count, refuse_unknown
 from hicache_ray.storage.registry import BackendError
 
 DEFAULT_POOL = "default"
@@ -42,11 +42,11 @@ class RayPoolOptions:
         """The options in a backend's extra config; BackendError for a name or a value that is none."""
         refuse_unknown("ray", extra, cls.__dataclass_fields__)
         checks: dict[str, Callable[[Any], Any]] = {
-            "transport": lambda value: parse_choice("transport", value, TRANSPORTS),
+            "transport": lambda value: read_choice("transport", value, TRANSPORTS),
             "call_timeout": lambda value: _seconds("call_timeout", value),
             "refusal_seconds": lambda value: _seconds("refusal_seconds", value),
-            "copy_threads": lambda value: parse_count("copy_threads", value),
-            "prefault": lambda value: parse_bool("prefault", value),
+            "copy_threads": lambda value: read_count("copy_threads", value),
+            "prefault": lambda value: read_bool("prefault", value),
         }
         given: dict[str, Any] = {
             name: checks.get(name, str)(extra[name]) for name in cls.__dataclass_fields__ if extra.get(name) is not None

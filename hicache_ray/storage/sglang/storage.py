@@ -30,7 +30,7 @@ from hicache_ray.storage.base import (
     page_checksum,
     page_rows,
 )
-from hicache_ray.storage.options import KEY_STYLES, parse_bool, parse_choice
+from hicache_ray.storage.options import KEY_STYLES, read_bool, read_choice
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.storage.sglang.contract import SGLangExtraInfo, SGLangHostPool, SGLangStorageConfig
 
@@ -57,9 +57,9 @@ class SGLangClassStorage(Storage):
         """Make the class; BackendError when it lacks a method. What its constructor raises passes through."""
         super().__init__(config)
         extra = config.extra
-        self._zero_copy = parse_bool("interface_v1", extra.get("interface_v1", False))
-        self._style = parse_choice("key_style", extra.get("key_style", "full"), KEY_STYLES)
-        self._checksum = parse_bool("checksum", extra.get("checksum", True))
+        self._zero_copy = read_bool("interface_v1", extra.get("interface_v1", False))
+        self._style = read_choice("key_style", extra.get("key_style", "full"), KEY_STYLES)
+        self._checksum = read_bool("checksum", extra.get("checksum", True))
         needed = GENERIC_METHODS + (V1_METHODS if self._zero_copy else ())
         missing = [name for name in needed if not callable(getattr(target, name, None))]
         if missing:
