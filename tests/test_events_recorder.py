@@ -18,10 +18,9 @@ from hicache_ray.events import (
     EventIndex,
     EventRecorder,
     ReplayError,
-    replay,
 )
-from hicache_ray.events.log import Block
-from hicache_ray.events.recorder import _unwritten
+from hicache_ray.events.index import Block
+from hicache_ray.events.recorder import nodes_being_written
 from hicache_ray.events.wire import MEDIA, Event
 from hicache_ray.hashing import Namespace, event_id, page_hashes
 from hicache_ray.index import TieredIndex
@@ -66,7 +65,7 @@ def pages(events: Sequence[Event]) -> list[tuple[str | None, tuple[object, ...] 
 def tree_of(index: TieredIndex) -> dict[str, dict[int, Block]]:
     """What the index holds by tier, as a replayed log would have it; pages still being written are not on the host."""
     found: dict[str, dict[int, Block]] = {GPU: {}, CPU: {}}
-    unwritten = _unwritten(index)
+    unwritten = nodes_being_written(index)
     step = 8 if index.bigram else 4
     for node in index.tree.nodes():
         assert node.parent is not None and node.hash_value is not None
@@ -197,7 +196,7 @@ def test_a_log_that_begins_late_begins_with_what_is_there() -> None:
     evict(kit.index, 2)
     kit.insert([5, 6])
     recorder = EventRecorder(kit.index)
-    same(replay([EventBatch(0.0, tuple(drain(recorder)))]), kit.index)
+    same(EventIndex.after([EventBatch(0.0, tuple(drain(recorder)))]), kit.index)
 
 
 def test_an_index_restored_from_a_catalog_begins_the_log_anew() -> None:
@@ -239,11 +238,13 @@ def test_an_index_without_a_recorder_calls_nothing() -> None:
 )
 def test_a_log_that_contradicts_itself_is_an_error(events: list[Event], text: str) -> None:
     with pytest.raises(ReplayError, match=text):
-        replay([EventBatch(0.0, tuple(events))])
+        EventIndex.after([EventBatch(0.0, tuple(events))])
 
 
 def test_leading_blocks_are_counted_per_tier() -> None:
-    log = replay([EventBatch(0.0, (BlockStored((1, 2), None, (5, 6), 1, GPU), BlockStored((1,), None, (5,), 1, CPU)))])
+    log = EventIndex.after(
+        [EventBatch(0.0, (BlockStored((1, 2), None, (5, 6), 1, GPU), BlockStored((1,), None, (5,), 1, CPU)))]
+    )
     assert log.leading(GPU, [1, 2, 3]) == 2 and log.leading(CPU, [1, 2, 3]) == 1 and log.leading(CPU, [2]) == 0
     log.clear()
     assert log.leading(GPU, [1]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import msgpack
 import pytest
 import zmq
 
-from hicache_ray.events import GPU, BlockStored, EventFormatError, EventIndex, EventRecorder
+from hicache_ray.events import GPU, BlockStored, EventBatch, EventFormatError, EventIndex, EventRecorder
 from hicache_ray.events.publisher import (
     END_OF_REPLAY,
     EventPublisherError,
@@ -32,7 +32,7 @@ class Rank:
     """An index with its recorder and publisher, as rank 0 of a group has them."""
 
     def __init__(self, folder: Path, *, name: str = "events", first: int | None = None, **options: object) -> None:
-        self.kit = Kit(page=2, device=64, host=64)
+        self.kit = Kit(page=2, device=8192, host=8192)
         self.recorder = EventRecorder(self.kit.index)
         chosen: dict[str, object] = {
             "endpoint": f"ipc://{folder}/{name}",
@@ -43,13 +43,13 @@ class Rank:
         self.number = 0
         self.step()
 
-    def step(self) -> int:
+    def step(self, kind: type[RecordedBatch] = RecordedBatch) -> int:
         """One step in which new pages come; its sequence number."""
         self.number += 1
         self.kit.put(self.number, self.number, self.number + 1, 7)
         recorded = self.recorder.take()
         assert isinstance(recorded, RecordedBatch)
-        return self.publisher.publish(recorded)
+        return self.publisher.publish(kind(*recorded))
 
 
 @contextmanager
@@ -103,46 +103,81 @@ def test_a_subscriber_that_comes_late_reads_the_log_from_its_beginning(tmp_path:
             assert receiving.replayed >= 6
 
 
-class Lossy:
-    """A stream that sends nothing while `losing`."""
+class Relay:
+    """Stands between a publisher's stream and one subscriber, and passes nothing on while `losing`."""
 
-    def __init__(self, stream: zmq.Socket[bytes]) -> None:
-        self.stream = stream
+    def __init__(self, to: Rank, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.subscribed = threading.Event()
         self.losing = False
+        self.lost = self.passed = 0
+        self._closed = False
+        self._from = zmq.Context.instance().socket(zmq.SUB)
+        self._from.setsockopt(zmq.SUBSCRIBE, b"")
+        self._from.connect(to.publisher.endpoint)
+        self._to = zmq.Context.instance().socket(zmq.XPUB)
+        self._to.bind(endpoint)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
 
-    def send_multipart(self, frames: Sequence[bytes]) -> None:
-        if not self.losing:
-            self.stream.send_multipart(frames)
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join()
+        self._from.close(0)
+        self._to.close(0)
 
-    def close(self, linger: int) -> None:
-        self.stream.close(linger)
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._from, zmq.POLLIN)
+        poller.register(self._to, zmq.POLLIN)
+        while not self._closed:
+            ready = dict(poller.poll(20))
+            if self._to in ready:
+                self._to.recv()
+                self.subscribed.set()
+            if self._from in ready:
+                frames = self._from.recv_multipart()
+                if self.losing:
+                    self.lost += 1
+                else:
+                    self._to.send_multipart(frames)
+                    self.passed += 1
+
+
+@contextmanager
+def relayed(to: Rank, folder: Path) -> Iterator[tuple[Relay, KVEventSubscriber]]:
+    """A subscriber whose stream comes by way of a relay; what is published from here on passes the relay."""
+    relay = Relay(to, f"ipc://{folder}/relay")
+    try:
+        with KVEventSubscriber(relay.endpoint, to.publisher.replay_endpoint, topic="kv-events") as receiving:
+            assert relay.subscribed.wait(SECONDS)
+            yield relay, receiving
+    finally:
+        relay.close()
 
 
 def test_the_beginning_is_asked_for_also_when_the_stream_is_first(tmp_path: Path) -> None:
-    with rank(tmp_path, first=50) as publishing:
-        until(lambda: not publishing.publisher._queue, "the thread to be idle")
-        with subscriber(publishing) as receiving:
-            last = publishing.step()
-            until(lambda: receiving._stream.poll(50) or publishing.step() < 0, "the stream to begin")
-            assert drain_until(receiving, last)[0] == 50
+    with rank(tmp_path, first=50) as publishing, relayed(publishing, tmp_path) as (relay, receiving):
+        until(lambda: relay.passed > 0 or publishing.step() < 0, "the stream to begin")
+        time.sleep(0.1)  # until it is there: the subscriber asks at once where it finds nothing
+        last = publishing.step()
+        assert drain_until(receiving, last) == list(range(50, last + 1))
 
 
 def test_a_gap_is_filled_by_a_replay(tmp_path: Path) -> None:
-    with rank(tmp_path, first=100) as publishing, subscriber(publishing) as receiving:
-        lossy = publishing.publisher._stream = Lossy(publishing.publisher._stream)
+    with rank(tmp_path, first=100) as publishing, relayed(publishing, tmp_path) as (relay, receiving):
         last = joined(publishing, receiving)
-        lossy.losing = True
+        relay.losing = True
         missed = [publishing.step() for _ in range(3)]
-        until(lambda: not publishing.publisher._queue, "the thread to come to them")
-        lossy.losing = False
+        until(lambda: relay.lost == 3, "the relay to lose them")
+        relay.losing = False
         assert drain_until(receiving, publishing.step()) == [last + 1, *missed[1:], missed[-1] + 1]
 
 
 def test_what_is_missed_before_a_silence_is_asked_for(tmp_path: Path) -> None:
-    with rank(tmp_path, first=100) as publishing, subscriber(publishing) as receiving:
-        lossy = publishing.publisher._stream = Lossy(publishing.publisher._stream)
+    with rank(tmp_path, first=100) as publishing, relayed(publishing, tmp_path) as (relay, receiving):
         joined(publishing, receiving)
-        lossy.losing = True
+        relay.losing = True
         assert drain_until(receiving, publishing.step())
 
 
@@ -158,16 +193,24 @@ def test_a_gap_that_nothing_fills_is_said_and_the_stream_goes_on(tmp_path: Path)
         assert isinstance(numbered, NumberedBatch) and numbered.sequence == number
 
 
+class Slow(RecordedBatch):
+    """A batch that the publisher's thread works at until it may `go_on`."""
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def batch(self) -> EventBatch:
+        self.begun.set()
+        assert self.go_on.wait(SECONDS)
+        return super().batch()
+
+
 def test_what_the_queue_has_no_room_for_is_lost_with_its_number(tmp_path: Path) -> None:
     with rank(tmp_path, first=0, queued_batches=2) as publishing:
         publisher = publishing.publisher
-        until(lambda: not publisher._queue, "the thread to be idle")
-        go_on, send = threading.Event(), publisher._send
-        publisher._send = lambda numbered: go_on.wait(SECONDS) and send(numbered)
-        numbers = [publishing.step()]
-        until(lambda: not publisher._queue, "the thread to be busy with the first")
+        numbers = [publishing.step(Slow)]
+        assert Slow.begun.wait(SECONDS)
         numbers += [publishing.step() for _ in range(4)]
-        go_on.set()
+        Slow.go_on.set()
         assert numbers == list(range(1, 6)) and publisher.lost == 2
         with subscriber(publishing) as receiving:
             assert drain_until(receiving, 3) == [0, 1, 2, 3]
@@ -230,7 +273,7 @@ def test_a_subscriber_written_for_vllm_sees_its_three_frames(tmp_path: Path) -> 
 def test_only_the_kept_batches_are_replayed(tmp_path: Path) -> None:
     with rank(tmp_path, first=0, kept_batches=3) as publishing:
         last = [publishing.step() for _ in range(9)][-1]
-        until(lambda: not publishing.publisher._queue, "the thread to be idle")
+        until(lambda: publishing.publisher.published == last + 1, "all to be sent")
         with subscriber(publishing) as receiving:
             assert drain_until(receiving, last) == [last - 2, last - 1, last]
 

@@ -17,7 +17,7 @@ from hicache_ray.actors.collective import CollectiveError, ReductionGroup
 from hicache_ray.actors.errors import StaleGeneration, StepCollision
 from hicache_ray.actors.recovery import RankInfo
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.events.publisher import KVEvents
+from hicache_ray.events.rank import KVEvents
 from hicache_ray.metrics import RankMetrics, RayExporter, Snapshot
 from hicache_ray.rank import control
 from hicache_ray.rank.audit import audit_of, status_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache_ray.events.log import EventIndex, ReplayError, replay
+from hicache_ray.events.index import EventIndex, ReplayError
 from hicache_ray.events.recorder import EventRecorder, RecordedBatch
 from hicache_ray.events.wire import (
     CPU,
@@ -30,5 +30,4 @@ __all__ = [
     "ReplayError",
     "decode_batch",
     "encode_batch",
-    "replay",
 ]

@@ -2,8 +2,6 @@
 
 The messages are vLLM's: (topic, sequence number as 8 bytes big endian, payload). A replay request is a sequence number;
 the answer is (sequence number, payload) of every batch from there on that is still kept, then (END, empty).
-
-The KV events of one rank, from its index to its sockets.
 """
 
 from __future__ import annotations
@@ -15,17 +13,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
-from hicache_ray.events.recorder import EventRecorder, RecordedBatch
+from hicache_ray.events.recorder import RecordedBatch
 from hicache_ray.events.wire import encode_batch
-
-if TYPE_CHECKING:
-    from hicache_ray.config import HiCacheConfig
-    from hicache_ray.rank.cache import HiRadixCache
-
 
 logger = logging.getLogger("hicache_ray.events")
 
@@ -49,7 +42,7 @@ class PublisherOptions:
             does. Port `*` is any free one.
         replay_endpoint: bound; "" for none.
         topic: first frame of every message.
-        encoding: of `hicache_ray.config.names.KV_EVENT_ENCODINGS`.
+        encoding: one of `hicache_ray.config.names.KV_EVENT_ENCODINGS`.
         kept_batches: batches that can be replayed.
         queued_batches: batches that may wait for the publisher's thread; beyond them one is lost, and its number with
             it, so that subscribers see the gap.
@@ -205,64 +198,3 @@ def _open(kind: int, endpoint: str, high_water_mark: int) -> zmq.Socket[bytes]:
 
 def _address(opened: zmq.Socket[bytes]) -> str:
     return str(opened.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
-
-
-class KVEvents:
-    """Publishes what becomes of a cache's pages: `flush` after every step, `begin` after the tree was replaced.
-
-    One rank of a group does this; the others hold the same tree.
-    """
-
-    def __init__(self, cache: HiRadixCache, options: PublisherOptions) -> None:
-        """Opens the sockets and begins the log. EventPublisherError when an endpoint can't be used."""
-        from hicache_ray.events.publisher import KVEventPublisher
-
-        self._cache = cache
-        self.publisher = KVEventPublisher(options)
-        self.recorder = EventRecorder(cache.index)
-        self.flush()
-
-    @classmethod
-    def of(cls, cache: HiRadixCache, config: HiCacheConfig) -> KVEvents | None:
-        """The events of a rank as configured: None where they are off, and on every rank but 0."""
-        if not config.enable_kv_events or cache.rank != 0:
-            return None
-        from hicache_ray.events.publisher import PublisherOptions  # ZMQ is loaded where it is used
-
-        return cls(
-            cache,
-            PublisherOptions(
-                endpoint=config.kv_events_endpoint,
-                replay_endpoint=config.kv_events_replay_endpoint or "",
-                topic=config.kv_events_topic,
-                encoding=config.kv_events_encoding,
-            ),
-        )
-
-    def flush(self) -> None:
-        """Publishes what was noted since the last call, as one batch; never waits."""
-        recorded = self.recorder.take()
-        if recorded is not None:
-            self.publisher.publish(recorded)
-
-    def begin(self) -> None:
-        """Begins the log anew with the tree that the cache has now."""
-        self.recorder.begin(self._cache.index)
-        self.flush()
-
-    def status(self) -> dict[str, Any]:
-        """Where the events are published and how far they are; plain values."""
-        publisher = self.publisher
-        return {
-            "endpoint": publisher.endpoint,
-            "replay_endpoint": publisher.replay_endpoint,
-            "topic": publisher.options.topic,
-            "next_sequence": publisher.next_sequence,
-            "published": publisher.published,
-            "lost": publisher.lost,
-        }
-
-    def close(self) -> None:
-        """Sends what is queued and closes the sockets. May be called twice."""
-        self.recorder.close()
-        self.publisher.close()

@@ -84,7 +84,7 @@ class EventRecorder:
         index.enable_hashes()
         index.events.sink = self._note
         self._noted = [Noted("cleared", "device", RESTARTED), Noted("cleared", "host", RESTARTED)]
-        unwritten = _unwritten(index)
+        unwritten = nodes_being_written(index)
         for node in index.tree.nodes():
             if node.value is not None:
                 self._note("stored", "device", node, PRESENT)
@@ -116,8 +116,8 @@ class EventRecorder:
         self._noted.append(Noted(kind, tier, reason, hashes, parent, node.key, node.namespace))
 
 
-def _unwritten(index: TieredIndex) -> set[Node]:
-    """Nodes whose pages are still being written to the host: they are stored there from the acknowledgement on."""
+def nodes_being_written(index: TieredIndex) -> set[Node]:
+    """Nodes whose pages are on their way to the host: they are stored there from the acknowledgement on."""
     nodes: set[Node] = set()
     for write in index.transfers.writes:
         node: Node | None = write.node

@@ -1,22 +1,19 @@
-"""What a KV event says: which pages came to a tier, which left it, or that a tier was emptied (cases 62, 63).
+"""KV events: which pages came to a tier, which left it, or that a tier was emptied; and their form on the wire, vLLM's.
 
-Field names and media are vLLM's, so that routers made for vLLM or SGLang understand them. A block is one page.
-
-Event batches as msgpack, in the format of vLLM's KV events.
-
-A batch is the array [timestamp, events, data parallel rank]. An event is either an array that begins with its name
-("array": vLLM up to 0.23 and SGLang) or a map with its name under "type" ("map": vLLM from 0.24 on); what is read may
-be either. Fields that vLLM has no place for, as the reason of a removal, come after its own ones, where its decoders
-pass over them.
+A block is one page; field names and media are vLLM's, so that routers made for vLLM or SGLang understand them (cases 62
+and 63). A batch is the msgpack array [timestamp, events, data parallel rank]. An event is either an array that begins
+with its name ("array": vLLM up to 0.23 and SGLang) or a map with its name under "type" ("map": vLLM from 0.24 on); what
+is read may be either. Fields that vLLM has no place for, as the reason of a removal, come after its own ones, where its
+decoders pass over them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
-import msgpack
+import msgspec
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 
@@ -24,7 +21,7 @@ GPU, CPU = "GPU", "CPU"
 MEDIA = {"device": GPU, "host": CPU}
 """Name of each tier in events."""
 
-Token: TypeAlias = "int | tuple[int, int]"
+Token: TypeAlias = int | tuple[int, int]
 """A token id, or a pair of them where the cache is keyed by pairs (EAGLE)."""
 
 
@@ -106,30 +103,16 @@ class EventBatch(NamedTuple):
 
 MAX_PAYLOAD_BYTES = 256 << 20
 
-_STORED_FIELDS = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-)
-_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx", "reason")
-_CLEARED_FIELDS = ("medium", "reason")
-_ALWAYS: dict[type, int] = {BlockStored: 7, BlockRemoved: 2, AllBlocksCleared: 0}
-"""Leading fields of an array that vLLM's decoders can't do without."""
-
 
 class EventFormatError(ValueError):
     """A payload that is no event batch; the text says where it differs."""
 
 
 def encode_batch(batch: EventBatch, encoding: str = "array") -> bytes:
-    """A batch as a payload; `encoding` is one of `hicache_ray.config.names.KV_EVENT_ENCODINGS`."""
-    events = [_packed(event, encoding) for event in batch.events]
-    return msgpack.packb([batch.timestamp, events, batch.data_parallel_rank])
+    """A batch as a payload; `encoding` is one of `config.KV_EVENT_ENCODINGS`."""
+    forms = [_form(event) for event in batch.events]
+    events = forms if encoding == "map" else [_as_array(form) for form in forms]
+    return msgspec.msgpack.encode([batch.timestamp, events, batch.data_parallel_rank])
 
 
 def decode_batch(payload: bytes) -> EventBatch:
@@ -141,160 +124,149 @@ def decode_batch(payload: bytes) -> EventBatch:
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise EventFormatError(f"an event batch of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} are read")
     try:
-        fields = msgpack.unpackb(payload, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        fields = msgspec.msgpack.decode(payload)
+    except (ValueError, TypeError, RecursionError) as error:
         raise EventFormatError(f"no msgpack: {error}") from None
-    if isinstance(fields, dict):
-        fields = [fields.get(name) for name in ("ts", "events", "data_parallel_rank")]
-    if not isinstance(fields, list) or len(fields) < 2:
+    if isinstance(fields, list) and len(fields) > 1:
+        fields = dict(zip(_Batch.__struct_fields__, fields, strict=False))
+    if not isinstance(fields, dict):
         raise EventFormatError(f"expected [timestamp, events, ...], got {fields!r:.80}")
-    rank = fields[2] if len(fields) > 2 else None
-    return EventBatch(
-        _finite(fields[0]),
-        tuple(_unpacked(event) for event in _list(fields[1], "events")),
-        None if rank is None else _int(rank, "data_parallel_rank"),
-    )
+    batch = _read(fields, _Batch, "event batch")
+    if not math.isfinite(batch.ts):
+        raise EventFormatError(f"timestamp: expected seconds, got {batch.ts}")
+    return EventBatch(batch.ts, tuple(_event(event) for event in batch.events), batch.data_parallel_rank)
 
 
-def _packed(event: Event, encoding: str) -> list[Any] | dict[str, Any]:
-    name = type(event).__name__
-    values = _PACK[type(event)](event)
-    if encoding == "map":
-        return {"type": name, **values, **({"reason": event.reason} if event.reason else {})}
-    fields = list(values.values())
-    if not isinstance(event, BlockStored):
-        fields.append(event.reason or None)
-    while len(fields) > _ALWAYS[type(event)] and fields[-1] is None:
-        fields.pop()
-    return [name, *fields]
+def _read(fields: dict[str, Any], into: Any, name: str) -> Any:
+    try:
+        # Bytes are known as they are: else text would be read as their base64.
+        return msgspec.convert(fields, into, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise EventFormatError(f"{name}: {error}") from None
 
 
-def _pack_stored(event: BlockStored) -> dict[str, Any]:
-    extra_keys = None if event.namespace == EMPTY_NAMESPACE else [list(event.namespace)] * len(event.block_hashes)
-    values: tuple[Any, ...] = (
+_Hash: TypeAlias = int | Annotated[bytes, msgspec.Meta(min_length=8)]
+"""vLLM may send the whole digest instead of 64 bits of it."""
+
+
+class _Batch(msgspec.Struct):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class _Stored(msgspec.Struct, tag="BlockStored"):
+    """vLLM's fields in vLLM's order, then ours, which are left out of a map where they are unset."""
+
+    block_hashes: tuple[_Hash, ...]
+    parent_block_hash: _Hash | None
+    token_ids: tuple[Token, ...]
+    block_size: int
+    lora_id: Any = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    reason: str | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: tuple[_Hash, ...]
+    medium: str | None = None
+    group_idx: Any = None
+    reason: str | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    medium: str | None = None
+    reason: str | None | msgspec.UnsetType = msgspec.UNSET
+
+
+_Form: TypeAlias = "_Stored | _Removed | _Cleared"
+
+
+class _Array(NamedTuple):
+    """The array of an event: its fields in order, and how many vLLM's decoders can't do without."""
+
+    fields: tuple[str, ...]
+    required: int
+
+
+_ARRAYS = {
+    "BlockStored": _Array(_Stored.__struct_fields__[:-1], 7),  # in vLLM another field follows
+    "BlockRemoved": _Array(_Removed.__struct_fields__, 2),
+    "AllBlocksCleared": _Array(_Cleared.__struct_fields__, 0),
+}
+
+
+def _form(event: Event) -> _Form:
+    reason = event.reason or msgspec.UNSET
+    if isinstance(event, BlockRemoved):
+        return _Removed(event.block_hashes, event.medium, reason=reason)
+    if isinstance(event, AllBlocksCleared):
+        return _Cleared(event.medium, reason)
+    return _Stored(
         event.block_hashes,
         event.parent_block_hash,
         event.token_ids,
         event.block_size,
-        None,
-        event.medium,
-        event.namespace.adapter,
-        extra_keys,
+        medium=event.medium,
+        lora_name=event.namespace.adapter,
+        extra_keys=None if event.namespace == EMPTY_NAMESPACE else [list(event.namespace)] * len(event.block_hashes),
+        reason=reason,
     )
-    return dict(zip(_STORED_FIELDS, values, strict=True))
 
 
-def _pack_removed(event: BlockRemoved) -> dict[str, Any]:
-    return {"block_hashes": event.block_hashes, "medium": event.medium, "group_idx": None}
+def _as_array(form: _Form) -> list[Any]:
+    name = str(form.__struct_config__.tag)
+    fields, required = _ARRAYS[name]
+    values = [getattr(form, field) for field in fields]
+    while len(values) > required and values[-1] in (None, msgspec.UNSET):
+        values.pop()
+    return [name, *values]
 
 
-def _pack_cleared(event: AllBlocksCleared) -> dict[str, Any]:
-    return {"medium": event.medium}
-
-
-_PACK: dict[type, Callable[[Any], dict[str, Any]]] = {
-    BlockStored: _pack_stored,
-    BlockRemoved: _pack_removed,
-    AllBlocksCleared: _pack_cleared,
-}
-
-
-def _unpacked(event: Any) -> Event:
-    if isinstance(event, dict):
-        name = event.get("type")
-    elif isinstance(event, list) and event:
-        name = event[0]
-    else:
+def _event(event: Any) -> Event:
+    if not isinstance(event, dict | list) or not event:
         raise EventFormatError(f"expected an event as an array or a map, got {event!r:.80}")
-    reader = _READ.get(name) if isinstance(name, str) else None
-    if reader is None:
-        raise EventFormatError(f"unknown event {name!r:.80}; known are {', '.join(_READ)}")
-    names, read = reader
-    return read(event if isinstance(event, dict) else dict(zip(names, event[1:], strict=False)))
+    name = event.get("type") if isinstance(event, dict) else event[0]
+    if not isinstance(name, str) or name not in _ARRAYS:
+        raise EventFormatError(f"unknown event {name!r:.80}; known are {', '.join(_ARRAYS)}")
+    fields = event if isinstance(event, dict) else dict(zip(("type", *_ARRAYS[name].fields), event, strict=False))
+    form: _Form = _read(fields, _Stored | _Removed | _Cleared, name)
+    reason = form.reason or ""
+    if isinstance(form, _Removed):
+        return BlockRemoved(_numbers(form.block_hashes), form.medium, reason)
+    if isinstance(form, _Cleared):
+        return AllBlocksCleared(form.medium, reason)
+    return _stored(form, reason)
 
 
-def _read_stored(fields: Mapping[str, Any]) -> BlockStored:
-    parent = fields.get("parent_block_hash")
-    hashes = _hashes(fields.get("block_hashes"))
-    size = _int(fields.get("block_size"), "block_size")
-    tokens = tuple(_token(token) for token in _list(fields.get("token_ids"), "token_ids"))
-    if size < 1 or len(tokens) != size * len(hashes):
-        raise EventFormatError(f"{len(tokens)} token_ids for {len(hashes)} blocks of {size}")
+def _stored(form: _Stored, reason: str) -> BlockStored:
+    blocks, tokens = len(form.block_hashes), len(form.token_ids)
+    if form.block_size < 1 or tokens != form.block_size * blocks:
+        raise EventFormatError(f"{tokens} token_ids for {blocks} blocks of {form.block_size}")
     return BlockStored(
-        hashes,
-        None if parent is None else _hash(parent),
-        tokens,
-        size,
-        _text(fields.get("medium"), "medium"),
-        _namespace(fields.get("extra_keys"), _text(fields.get("lora_name"), "lora_name")),
-        _text(fields.get("reason"), "reason") or "",
+        _numbers(form.block_hashes),
+        None if form.parent_block_hash is None else _number(form.parent_block_hash),
+        form.token_ids,
+        form.block_size,
+        form.medium,
+        _namespace(form.extra_keys, form.lora_name),
+        reason,
     )
 
 
-def _read_removed(fields: Mapping[str, Any]) -> BlockRemoved:
-    return BlockRemoved(
-        _hashes(fields.get("block_hashes")),
-        _text(fields.get("medium"), "medium"),
-        _text(fields.get("reason"), "reason") or "",
-    )
-
-
-def _read_cleared(fields: Mapping[str, Any]) -> AllBlocksCleared:
-    return AllBlocksCleared(_text(fields.get("medium"), "medium"), _text(fields.get("reason"), "reason") or "")
-
-
-_READ: dict[str, tuple[Sequence[str], Callable[[Mapping[str, Any]], Event]]] = {
-    "BlockStored": (_STORED_FIELDS, _read_stored),
-    "BlockRemoved": (_REMOVED_FIELDS, _read_removed),
-    "AllBlocksCleared": (_CLEARED_FIELDS, _read_cleared),
-}
-
-
-def _namespace(extra_keys: Any, adapter: str | None) -> Namespace:
+def _namespace(extra_keys: list[Any] | None, adapter: str | None) -> Namespace:
     """The namespace of this package's blocks. Others' extra keys mean something else: theirs is the adapter alone."""
-    first = extra_keys[0] if isinstance(extra_keys, list) and extra_keys else None
+    first = extra_keys[0] if extra_keys else None
     if isinstance(first, list) and len(first) == len(Namespace._fields):
-        parts = [_text(part, "extra_keys") if part is None or isinstance(part, str) else str(part) for part in first]
-        return Namespace(*parts)
+        return Namespace(*(part if part is None else str(part) for part in first))
     return Namespace(adapter=adapter)
 
 
-def _hashes(value: Any) -> tuple[int, ...]:
-    return tuple(_hash(entry) for entry in _list(value, "block_hashes"))
+def _numbers(hashes: Iterable[int | bytes]) -> tuple[int, ...]:
+    return tuple(_number(block_hash) for block_hash in hashes)
 
 
-def _hash(value: Any) -> int:
-    """A block hash; vLLM may send the whole digest instead of 64 bits of it."""
-    if isinstance(value, bytes) and len(value) >= 8:
-        return int.from_bytes(value[:8], "big", signed=True)
-    return _int(value, "a block hash")
-
-
-def _token(value: Any) -> Token:
-    if isinstance(value, list) and len(value) == 2:
-        return _int(value[0], "a token"), _int(value[1], "a token")
-    return _int(value, "a token")
-
-
-def _int(value: Any, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise EventFormatError(f"{name}: expected a whole number, got {value!r:.80}")
-    return value
-
-
-def _text(value: Any, name: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise EventFormatError(f"{name}: expected text or nil, got {value!r:.80}")
-    return value
-
-
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise EventFormatError(f"{name}: expected an array, got {value!r:.80}")
-    return value
-
-
-def _finite(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise EventFormatError(f"timestamp: expected seconds, got {value!r:.80}")
-    return float(value)
+def _number(block_hash: int | bytes) -> int:
+    return int.from_bytes(block_hash[:8], "big", signed=True) if isinstance(block_hash, bytes) else block_hash

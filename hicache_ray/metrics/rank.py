@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from hicache_ray.events.publisher import KVEvents
+from hicache_ray.events.rank import KVEvents
 from hicache_ray.index import TieredIndex
 from hicache_ray.metrics.registry import Registry
 from hicache_ray.rank.audit import in_flight

@@ -1,4 +1,4 @@
-"""What a log of KV events leads to: per tier, the blocks it holds now."""
+"""The index a log of KV events leads to: per tier, the blocks it holds now."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ class EventIndex:
         self.tiers: dict[str | None, dict[int, Block]] = {}
         self.whole = whole
 
+    @classmethod
+    def after(cls, log: Iterable[EventBatch]) -> EventIndex:
+        """The index that a whole log leads to. ReplayError when the log contradicts itself."""
+        index = cls()
+        for batch in log:
+            index.apply(batch)
+        return index
+
     def apply(self, batch: EventBatch) -> None:
         """Applies the events of a batch in order.
 
@@ -76,14 +84,6 @@ class EventIndex:
             _store(held, event)
         else:
             _remove(held, event, self.whole)
-
-
-def replay(log: Iterable[EventBatch]) -> EventIndex:
-    """The index that a whole log leads to. ReplayError when the log contradicts itself."""
-    index = EventIndex()
-    for batch in log:
-        index.apply(batch)
-    return index
 
 
 def _store(held: dict[int, Block], event: BlockStored) -> None:
