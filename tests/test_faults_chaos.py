@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from hicache_ray.commands.chaos import chaos_command, figures, parse_kinds, timeline
 from hicache_ray.faults.chaos import ChaosSettings, run_chaos
 from hicache_ray.faults.client import Outcomes, endless_chat
+from hicache_ray.faults.injector import Firing
 from hicache_ray.faults.plan import FaultPlan, Identity
 from hicache_ray.faults.report import Audit, ChaosReport
 from hicache_ray.faults.watch import ChaosWatch, FaultRecord, percentile
@@ -86,12 +87,12 @@ def test_percentiles() -> None:
 
 
 def test_a_fault_that_is_heard_of_after_its_group_was_found_broken_was_noticed_then() -> None:
-    watch = ChaosWatch(None)  # type: ignore[arg-type]  # nobody is asked
+    watch = ChaosWatch()
     before = time.time()
     watch.noticed("instance-0")
-    watch.happened(0, "kill", RANK, "rank.reduce", before, 7)
-    watch.happened(1, "kill", RANK, "rank.reduce", time.time() + 1.0, 7)
-    watch.happened(2, "kill", Identity("rank", 1, "instance-1"), "rank.reduce", before, 7)
+    watch.happened(Firing(0, str(RANK), "kill", "rank.reduce", before, 7))
+    watch.happened(Firing(1, str(RANK), "kill", "rank.reduce", time.time() + 1.0, 7))
+    watch.happened(Firing(2, "rank 1 of instance-1", "kill", "rank.reduce", before, 7))
     noticed = [record.noticed for record in watch.records]
     assert noticed[0] is not None and noticed[0] >= before and noticed[1:] == [None, None]
 

@@ -6,8 +6,6 @@ assert not report.wrongs
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +14,19 @@ from typing import Any
 
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.config import HiCacheConfig
+from hicache_ray.deadline import wait_until
 from hicache_ray.faults.audit import audit_at_rest
 from hicache_ray.faults.client import ChaosClient, endless_chat
 from hicache_ray.faults.kinds import CORRUPT
-from hicache_ray.faults.plan import Action, FaultPlan
+from hicache_ray.faults.plan import FaultPlan, Identity
 from hicache_ray.faults.report import Audit, ChaosReport
-from hicache_ray.faults.service import ServiceFaults, processes_of
+from hicache_ray.faults.service import ActorProcess, FaultRunner, ServiceFaults, processes_of
 from hicache_ray.faults.watch import ChaosWatch
 from hicache_ray.replay.chat import ChatSpec
 from hicache_ray.replay.driver import ENGINE, RequestSource
 from hicache_ray.replay.settings import ReplaySettings, replay_config
 from hicache_ray.replay.workload import load_workload
 from hicache_ray.service import RayStart, Service, start
-
-logger = logging.getLogger("hicache_ray.faults.chaos")
 
 DRAIN_SECONDS = 60.0
 """After the last fault: until everything is healed, and then until every request has ended."""
@@ -126,6 +123,8 @@ def run_chaos(
 
 
 class _Run:
+    """One run on a service that is up."""
+
     def __init__(
         self,
         settings: ChaosSettings,
@@ -137,24 +136,22 @@ class _Run:
         self.settings = settings
         self.service = service
         self.groups = groups
-        who = processes_of(service)
         drawn = plan or FaultPlan.random(
-            who, settings.seconds, seed=settings.seed, period=settings.period, kinds=settings.kinds
+            processes_of(service), settings.seconds, seed=settings.seed, period=settings.period, kinds=settings.kinds
         )
         self.faults = ServiceFaults(service, drawn)
-        self.actions = self.faults.plan.actions(who, settings.seconds)
-        self.watch = ChaosWatch(self.faults)
-        self.progress = progress
-        self._end = threading.Event()
+        self.watch = ChaosWatch()
+        self.runner = FaultRunner(
+            self.faults, seconds=settings.seconds, acted=self.watch.happened, told=progress, looked=self._looked
+        )
         source = RequestSource(endless_chat(ChatSpec.parse(settings.chat), settings.seed))
-        limit = service.config.step_timeout + settings.heal_limit + HUNG_SECONDS
         self.clients = [
             ChaosClient(
                 name,
                 group,
                 source,
                 concurrency=settings.concurrency,
-                step_limit=limit,
+                step_limit=service.config.step_timeout + settings.heal_limit + HUNG_SECONDS,
                 stepped=self.watch.stepped,
             )
             for name, group in groups.items()
@@ -163,22 +160,21 @@ class _Run:
             tell_when_noticed(group, lambda name=name: self.watch.noticed(name))  # type: ignore[misc]
 
     def run(self) -> ChaosReport:
-        began = self.faults.started = time.time()
-        self.watch.start()
-        for client in self.clients:
-            client.start()
         try:
-            self._break_things(began)
+            self.runner.start()
+            for client in self.clients:
+                client.start()
+            self.runner.wait()
+            time.sleep(max(0.0, self.faults.started + self.settings.seconds - time.time()))
             self.faults.end()
-            self.watch.take_firings()
-            self._wait(lambda: not self.watch.unhealed())
+            self._take_firings()
+            wait_until(lambda: not self.watch.unhealed(), DRAIN_SECONDS)
             unended = self._drain()
         except BaseException:
             self._abandon()
             raise
         finally:
-            self.watch.stop()
-            self.faults.remove()
+            self.runner.stop()
         hung = [client for client in self.clients if client.is_alive()]
         for client in hung:
             client.outcomes.hung += 1
@@ -189,44 +185,33 @@ class _Run:
             records=sorted(self.watch.records, key=lambda record: record.at),
             outcomes=[client.outcomes for client in self.clients],
             audit=found,
-            began=began,
+            began=self.faults.started,
             seconds=self.settings.seconds,
             heal_limit=self.settings.heal_limit,
             unended=unended,
             settings=asdict(self.settings),
         )
 
-    def _break_things(self, began: float) -> None:
-        """What is done from outside, at its time; faults at points happen by themselves meanwhile."""
-        for action in self.actions:
-            self._end.wait(max(0.0, began + action.at - time.time()))
-            self._do(action)
-        self._end.wait(max(0.0, began + self.settings.seconds - time.time()))
+    def _looked(self, began: float, answers: Mapping[Identity, ActorProcess]) -> None:
+        self.watch.looked(began, answers)
+        self._take_firings()
 
-    def _do(self, action: Action) -> None:
-        process = self.watch.processes.get(action.who)
-        if process is None or not self.faults.carry_out(action, process):
-            self.progress(f"{action.at:7.1f} s  {action.kind} {action.who}: it is away already")
-            return
-        self.watch.happened(action.fault, action.kind, action.who, "", time.time(), process.pid)
-        self.progress(f"{action.at:7.1f} s  {action.kind} {action.who} (process {process.pid})")
+    def _take_firings(self) -> None:
+        """Adds what happened at the actors' points."""
+        for firing in self.faults.firings():
+            self.watch.happened(firing)
 
     def _drain(self) -> int:
         """Lets every request end; how many did not."""
         for client in self.clients:
             client.drain()
-        self._wait(lambda: not any(client.is_alive() for client in self.clients))
+        wait_until(lambda: not any(client.is_alive() for client in self.clients), DRAIN_SECONDS)
         return sum(client.unended for client in self.clients if client.is_alive())
 
     def _abandon(self) -> None:
         """Nobody may step a group while its service is stopped."""
         for client in self.clients:
             client.leave(self.service.config.step_timeout)
-
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while not condition() and time.monotonic() < deadline:
-            self._end.wait(0.05)
 
 
 def tell_when_noticed(group: TPGroup, noticed: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ faults.install()       # again whenever actors may have been restarted: they com
 ...
 faults.remove()
 
-Keeps a plan going on a service: what is done from outside is done in time, restarted actors get the plan again.
+`FaultRunner` does this as long as it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,17 +37,21 @@ from hicache_ray.storage.pool.options import actor_name
 
 logger = logging.getLogger("hicache_ray.faults.service")
 
-KV_NAMESPACE = b"hicache_ray.faults"
-CALL_SECONDS, REMOVE_SECONDS = 2.0, 30.0
+FIRINGS_NAMESPACE = b"hicache_ray.faults"
+"""Of the keys in Ray's internal KV that hold what has happened."""
+CALL_SECONDS, START_SECONDS, REMOVE_SECONDS = 2.0, 30.0, 30.0
+LOOK_SECONDS = 0.25
+"""Between two looks at all actors: so exact is when a storage actor or the supervisor is found to answer again."""
+HORIZON_SECONDS = 3600.0
 _BESIDE = {RANK: "health", STORAGE: "ctl", SUPERVISOR: "status"}
 """Concurrency group in which an actor of each role answers beside its work."""
 
 
-_ACTORS = (b"ray::RankServer", b"ray::StorageActor", b"ray::SupervisorServer")
+_ACTOR_TITLES = (b"ray::RankServer", b"ray::StorageActor", b"ray::SupervisorServer")
 """How the processes of a service call themselves: no other process is ever sent a signal."""
 
 
-class Process(NamedTuple):
+class ActorProcess(NamedTuple):
     """Where a process of the service is now."""
 
     pid: int
@@ -70,7 +74,7 @@ class ServiceFaults:
         self._ended = False
         self._id = uuid.uuid4().hex[:12]
 
-    def install(self, seconds: float = CALL_SECONDS) -> dict[Identity, Process]:
+    def install(self, seconds: float = CALL_SECONDS) -> dict[Identity, ActorProcess]:
         """Has every actor that answers within so many seconds carry out the plan; those that do already are asked
         where they are. Faults that happened to an actor before it was restarted count. After `end` the actors only say
         where they are."""
@@ -92,18 +96,18 @@ class ServiceFaults:
     def remove(self, seconds: float = REMOVE_SECONDS) -> None:
         """Ends the plan, and forgets what happened."""
         self.end(seconds)
-        _internal_kv_del(self._id.encode(), del_by_prefix=True, namespace=KV_NAMESPACE)
+        _internal_kv_del(self._id.encode(), del_by_prefix=True, namespace=FIRINGS_NAMESPACE)
 
     def firings(self) -> list[Firing]:
         """What has happened so far at the actors' points, and what was noted, in order of time."""
         found = []
-        for key in _internal_kv_list(f"{self._id}/".encode(), namespace=KV_NAMESPACE):
-            value = _internal_kv_get(key, namespace=KV_NAMESPACE)
+        for key in _internal_kv_list(f"{self._id}/".encode(), namespace=FIRINGS_NAMESPACE):
+            value = _internal_kv_get(key, namespace=FIRINGS_NAMESPACE)
             if value is not None:
                 found.append(Firing(*msgpack.unpackb(value)))
         return sorted(found, key=lambda firing: firing.at)
 
-    def carry_out(self, action: Action, process: Process) -> bool:
+    def carry_out(self, action: Action, process: ActorProcess) -> bool:
         """Does something to a process from outside: SIGKILL, or SIGSTOP with SIGCONT `action.seconds` later.
 
         Returns:
@@ -149,8 +153,8 @@ class ServiceFaults:
         except ValueError:
             return None
 
-    def _places(self, calls: Mapping[Identity, Any], seconds: float) -> dict[Identity, Process]:
-        return {one: Process(*answer) for one, answer in self.answers(calls, seconds).items()}
+    def _places(self, calls: Mapping[Identity, Any], seconds: float) -> dict[Identity, ActorProcess]:
+        return {one: ActorProcess(*answer) for one, answer in self.answers(calls, seconds).items()}
 
     def _spent(self) -> dict[str, Counter[int]]:
         spent: dict[str, Counter[int]] = {}
@@ -167,7 +171,7 @@ def processes_of(service: Service) -> list[Identity]:
     return [*ranks, *storage, Identity(SUPERVISOR)]
 
 
-def signal_process(process: Process, number: int, *, resume_after: float | None = None) -> bool:
+def signal_process(process: ActorProcess, number: int, *, resume_after: float | None = None) -> bool:
     """Sends a signal to a Ray worker process on whatever node it is; True when it was there."""
     arguments = (process.pid, int(number), resume_after)
     if process.node_id == ray.get_runtime_context().get_node_id():
@@ -184,7 +188,7 @@ def signal_process(process: Process, number: int, *, resume_after: float | None 
 def _signal_worker(pid: int, number: int, resume_after: float | None) -> bool:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if not any(name in command for name in _ACTORS):
+        if not any(name in command for name in _ACTOR_TITLES):
             return False
         os.kill(pid, number)
     except OSError:
@@ -230,41 +234,79 @@ class _Noted(PlanInjector):
 
 def _write(plan_id: str, firing: Firing) -> None:
     key = f"{plan_id}/{firing.fault}/{firing.who}/{firing.at:.6f}"
-    _internal_kv_put(key.encode(), msgpack.packb(list(firing)), namespace=KV_NAMESPACE)
-
-
-PERIOD = 0.25
-HORIZON_SECONDS = 3600.0
+    _internal_kv_put(key.encode(), msgpack.packb(list(firing)), namespace=FIRINGS_NAMESPACE)
 
 
 class FaultRunner:
-    """Runs beside a test, from `start` to `stop`; the plan's time begins with `start`."""
+    """Keeps a plan going on a service, from `start` to `stop`: what is done from outside is done in time, and actors
+    that were restarted get the plan again. The plan's time begins with `start`.
 
-    def __init__(self, faults: ServiceFaults) -> None:
+    Args:
+        faults: the plan on its service.
+        seconds: what is done from outside later than so many seconds after the start is left out.
+        acted: told what was done from outside; None: it is noted among `faults.firings`.
+        told: the same in words, also what came too late.
+        looked: told of each look at all actors when it began, and where those are that answered.
+    """
+
+    def __init__(
+        self,
+        faults: ServiceFaults,
+        *,
+        seconds: float = HORIZON_SECONDS,
+        acted: Callable[[Firing], None] | None = None,
+        told: Callable[[str], None] = lambda text: None,
+        looked: Callable[[float, Mapping[Identity, ActorProcess]], None] = lambda began, answers: None,
+    ) -> None:
         self.faults = faults
-        self._actions = faults.plan.actions(faults.who, HORIZON_SECONDS)
+        self._actions = faults.plan.actions(faults.who, seconds)
+        self._acted = acted or faults.note
+        self._told = told
+        self._looked = looked
+        self._processes: dict[Identity, ActorProcess] = {}
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hicache-faults", daemon=True)
-        self._processes: dict[Identity, Process] = {}
+        self._threads = [
+            threading.Thread(target=target, name="hicache-faults", daemon=True)
+            for target in (self._act_in_time, self._look_often)
+        ]
 
     def start(self) -> None:
         """Begin; the plan is in every actor when this returns."""
         self.faults.started = time.time()
-        self._processes = self.faults.install(30.0)
-        self._thread.start()
+        self._look(START_SECONDS)
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Returns when all that is done from outside has been done."""
+        self._threads[0].join()
 
     def stop(self) -> None:
         """End the plan, here and in the actors."""
         self._stopped.set()
-        self._thread.join(10.0)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(10.0)
         self.faults.remove()
 
-    def _run(self) -> None:
-        while not self._stopped.wait(PERIOD):
-            self._processes.update(self.faults.install(1.0))
-            while self._actions and time.time() >= self.faults.started + self._actions[0].at:
-                action = self._actions.pop(0)
-                process = self._processes.get(action.who)
-                at = time.time()
-                if process is not None and self.faults.carry_out(action, process):
-                    self.faults.note(Firing(action.fault, str(action.who), action.kind, "", at, process.pid))
+    def _act_in_time(self) -> None:
+        for action in self._actions:
+            if self._stopped.wait(max(0.0, self.faults.started + action.at - time.time())):
+                return
+            process = self._processes.get(action.who)
+            what = f"{action.at:7.1f} s  {action.kind} {action.who}"
+            if process is None or not self.faults.carry_out(action, process):
+                self._told(f"{what}: it is away already")
+                continue
+            self._acted(Firing(action.fault, str(action.who), action.kind, "", time.time(), process.pid))
+            self._told(f"{what} (process {process.pid})")
+
+    def _look_often(self) -> None:
+        while not self._stopped.wait(LOOK_SECONDS):
+            self._look(1.0)
+
+    def _look(self, seconds: float) -> None:
+        began = time.time()
+        answers = self.faults.install(seconds)
+        self._processes.update(answers)
+        self._looked(began, answers)

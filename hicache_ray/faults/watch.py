@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hicache_ray.faults.injector import Firing
 from hicache_ray.faults.kinds import KILL, RANK
 from hicache_ray.faults.plan import Identity
-from hicache_ray.faults.service import Process, ServiceFaults
-
-PERIOD = 0.25
-"""Seconds between two looks at all processes: so exact are the times of storage actors and the supervisor."""
+from hicache_ray.faults.service import ActorProcess
 
 
 @dataclass
@@ -47,34 +45,25 @@ class FaultRecord:
 
 
 class ChaosWatch:
-    """Collects faults and signs of life, and installs the plan where actors came up without it. Thread-safe."""
+    """Collects faults and signs of life. Thread-safe."""
 
-    def __init__(self, faults: ServiceFaults) -> None:
-        self.faults = faults
+    def __init__(self) -> None:
         self.records: list[FaultRecord] = []
-        self.processes: dict[Identity, Process] = {}
         self._seen: set[tuple[int, str, float]] = set()
         self._broken_at: dict[str, list[float]] = {}
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._look_often, name="chaos-watch", daemon=True)
 
-    def start(self) -> None:
-        """Begin to look; every process has answered once when this returns (those that can)."""
-        self._look()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the looking."""
-        self._stopped.set()
-        self._thread.join(10.0)
-
-    def happened(self, number: int, kind: str, who: Identity, point: str, at: float, pid: int) -> None:
-        """Notes a fault."""
+    def happened(self, firing: Firing) -> None:
+        """Notes a fault, once however often it is heard of."""
+        who, at = Identity.parse(firing.who), firing.at
+        key = (firing.fault, firing.who, at)
         with self._lock:
+            if key in self._seen:
+                return
+            self._seen.add(key)
             # What an actor did to itself is heard of later, sometimes after the group was found broken.
             noticed = next((moment for moment in self._broken_at.get(who.group, ()) if moment >= at), None)
-            self.records.append(FaultRecord(number, kind, who, point, at, pid, noticed))
+            self.records.append(FaultRecord(firing.fault, firing.kind, who, firing.point, at, firing.pid, noticed))
 
     def noticed(self, group: str) -> None:
         """Somebody found the group broken, now."""
@@ -92,40 +81,24 @@ class ChaosWatch:
                 if record.at < began:
                     record.healed = now
 
+    def looked(self, began: float, answers: Mapping[Identity, ActorProcess]) -> None:
+        """A look at all processes that began then has ended, now, and those answered."""
+        now = time.time()
+        with self._lock:
+            for record in self.records:
+                if record.healed is None and record.who.role != RANK:
+                    _judge(record, answers.get(record.who), began, now)
+
     def unhealed(self) -> list[FaultRecord]:
         """Faults after which something does not work yet."""
         with self._lock:
             return [record for record in self.records if record.healed is None]
 
-    def take_firings(self) -> None:
-        """Adds what happened at the actors' points since the last time."""
-        for firing in self.faults.firings():
-            key = (firing.fault, firing.who, firing.at)
-            if key not in self._seen:
-                self._seen.add(key)
-                who = Identity.parse(firing.who)
-                self.happened(firing.fault, firing.kind, who, firing.point, firing.at, firing.pid)
-
     def _open(self, group: str) -> Iterable[FaultRecord]:
         return [r for r in self.records if r.healed is None and r.who.role == RANK and r.who.group == group]
 
-    def _look_often(self) -> None:
-        while not self._stopped.wait(PERIOD):
-            self._look()
-            self.take_firings()
 
-    def _look(self) -> None:
-        began = time.time()
-        answers = self.faults.install(1.0)
-        now = time.time()
-        with self._lock:
-            self.processes.update(answers)
-            for record in self.records:
-                if record.healed is None and record.who.role != RANK:
-                    _judge(record, answers.get(record.who), began, now)
-
-
-def _judge(record: FaultRecord, process: Process | None, began: float, now: float) -> None:
+def _judge(record: FaultRecord, process: ActorProcess | None, began: float, now: float) -> None:
     """What a look at a storage actor or the supervisor says about a fault of it."""
     if began < record.at:
         return
