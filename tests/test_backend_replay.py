@@ -12,8 +12,9 @@ import pytest
 from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.replay.driver import ENGINE, DriveSettings, Tally, drive, settle
+from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.settings import ReplaySettings, replay_config
-from hicache_ray.replay.workload import Workload, load_workload
+from hicache_ray.replay.workload import load_workload
 from hicache_ray.testing.subject import StorageSubject, Unsupported
 from tests.mooncake_cluster import MooncakeCluster, unavailable
 from tests.mooncake_subject import MooncakeSubject

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
-from hicache_ray.replay.engine import ALL_RANKS, Place, TokenChain, page_rows, page_words, torch_words
+from hicache_ray.replay.engine import ALL_RANKS, KVPlace, TokenChain, page_words, torch_words, word_rows
 
 TOKENS = np.arange(100, 164, dtype=np.uint32)
 
@@ -48,26 +48,26 @@ def as_tensor(values: list[int]) -> torch.Tensor:
 
 def test_layers_planes_and_ranks_differ() -> None:
     some = as_tensor(seeds()[:1])
-    places = [Place(layer, plane, rank) for layer in range(4) for plane in range(2) for rank in (ALL_RANKS, 0, 1, 7)]
+    places = [KVPlace(layer, plane, rank) for layer in range(4) for plane in range(2) for rank in (ALL_RANKS, 0, 1, 7)]
     assert len({page_words(some, place, 64).numpy().tobytes() for place in places}) == len(places)
 
 
 @pytest.mark.parametrize("page_bytes", [8, 64, 20, 7, 513])
 def test_words_have_the_size_of_a_page_and_all_differ(page_bytes: int) -> None:
-    words = page_words(as_tensor(seeds()), Place(1, 0, 0), page_bytes)
+    words = page_words(as_tensor(seeds()), KVPlace(1, 0, 0), page_bytes)
     assert words.shape[0] == 8 and words.numel() * words.element_size() == 8 * page_bytes
     assert len({row.numpy().tobytes() for row in words}) == 8
 
 
 def test_numpy_and_torch_agree() -> None:
-    values, place = as_tensor(seeds()), Place(3, 1, 5)
+    values, place = as_tensor(seeds()), KVPlace(3, 1, 5)
     assert torch.equal(page_words(values, place, 160), torch_words(values, place, 20))
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(4, torch.bfloat16), (3, torch.int8), (5, torch.float32)])
 def test_rows_are_the_pools_memory(dim: int, dtype: torch.dtype) -> None:
     pages = torch.zeros((6, 2, 2, dim), dtype=dtype)
-    rows = page_rows(pages)
-    rows[torch.tensor([4])] = page_words(as_tensor(seeds()[:1]), Place(0, 0, 0), 4 * dim * dtype.itemsize)
+    rows = word_rows(pages)
+    rows[torch.tensor([4])] = page_words(as_tensor(seeds()[:1]), KVPlace(0, 0, 0), 4 * dim * dtype.itemsize)
     touched = pages.view(torch.uint8).flatten(1).any(dim=1)
     assert touched.tolist() == [False] * 4 + [True, False]

@@ -8,9 +8,10 @@ import pytest
 
 from hicache_ray.replay.driver import DriveSettings
 from hicache_ray.replay.report import ReplayReport
+from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.run import local_groups, replay_workload
 from hicache_ray.replay.settings import ReplaySettings, replay_config
-from hicache_ray.replay.workload import Workload, load_workload
+from hicache_ray.replay.workload import load_workload
 from hicache_ray.storage.memory import BACKEND
 
 SMALL = {"layers": 2, "heads": 2, "head_dim": 4, "prefetch_policy": "wait_complete"}

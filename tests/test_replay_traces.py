@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ray.replay.traces import TraceError, read_trace
+from hicache_ray.replay.traces import TraceError, mooncake_lines, read_records
+from hicache_ray.replay.workload import load_workload
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [0, 1]}
 
@@ -21,7 +22,7 @@ def write(folder: Path, *lines: object, name: str = "trace.jsonl") -> Path:
 
 
 def test_the_real_trace_has_its_known_size(shared: Path) -> None:
-    trace = read_trace(shared / "traces" / "conversation_trace.jsonl.gz")
+    trace = mooncake_lines(read_records(shared / "traces" / "conversation_trace.jsonl.gz"))
     assert len(trace) == 12_031
     assert sum(len(request.hash_ids) for request in trace) == 288_500
     assert len({block for request in trace for block in request.hash_ids}) == 182_790
@@ -29,15 +30,15 @@ def test_the_real_trace_has_its_known_size(shared: Path) -> None:
 
 def test_limit_reads_no_further(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD, GOOD, "not JSON")
-    assert len(read_trace(path, limit=2)) == 2
+    assert load_workload(str(path), limit=2).total == 2
 
 
 def test_plain_and_gzipped_files_read_alike(tmp_path: Path) -> None:
     plain = write(tmp_path, GOOD, "", GOOD)
     packed = tmp_path / "trace.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    assert read_trace(plain) == read_trace(packed)
-    assert len(read_trace(plain)) == 2
+    assert mooncake_lines(read_records(plain)) == mooncake_lines(read_records(packed))
+    assert load_workload(str(plain)).total == 2
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_plain_and_gzipped_files_read_alike(tmp_path: Path) -> None:
 def test_a_malformed_line_is_named(tmp_path: Path, line: object, reason: str) -> None:
     path = write(tmp_path, GOOD, line)
     with pytest.raises(TraceError) as caught:
-        read_trace(path)
+        load_workload(str(path))
     assert str(caught.value).startswith(f"{path}, line 2: ")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -70,14 +71,14 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: object, reason: str) ->
 
 def test_what_is_no_readable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
-        read_trace(tmp_path / "absent.jsonl")
+        load_workload(str(tmp_path / "absent.jsonl"))
     with pytest.raises(TraceError, match="directory"):
-        read_trace(tmp_path)
+        load_workload(str(tmp_path))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TraceError, match="can't be read as text"):
-        read_trace(tmp_path / "binary.jsonl")
+        load_workload(str(tmp_path / "binary.jsonl"))
     with pytest.raises(TraceError, match="holds no requests"):
-        read_trace(write(tmp_path, "", name="empty.jsonl"))
+        load_workload(str(write(tmp_path, "", name="empty.jsonl")))
 
 
 def test_a_broken_gzip_is_named(tmp_path: Path) -> None:
@@ -86,4 +87,4 @@ def test_a_broken_gzip_is_named(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.jsonl.gz"
         path.write_bytes(data)
         with pytest.raises(TraceError, match="can't be read as text"):
-            read_trace(path)
+            load_workload(str(path))

@@ -25,6 +25,7 @@ from hicache_ray.commands.parameters import (
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.config.option import Option
 from hicache_ray.replay.report import ReplayReport, report_tables, sweep_table
+from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.settings import (
     NOT_OF_A_REPLAY,
     OWN_OPTIONS,
@@ -37,7 +38,7 @@ from hicache_ray.replay.settings import (
 )
 from hicache_ray.replay.sweep import check_plot, combinations, parse_sweeps, plot_sweep, read_value
 from hicache_ray.replay.traces import BLOCK_TOKENS
-from hicache_ray.replay.workload import Workload, load_workload
+from hicache_ray.replay.workload import load_workload
 from hicache_ray.storage.registry import parse_storage_url
 
 if TYPE_CHECKING:

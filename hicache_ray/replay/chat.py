@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 
 import numpy as np
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
-from hicache_ray.replay.requests import ReplayRequest, Tokens
+from hicache_ray.replay.requests import ReplayRequest, TokenArray, Workload
 
 NAME = "chat"
 PREFIX = f"{NAME}:"
@@ -111,6 +112,13 @@ class ChatSpec:
         return cls(**values)
 
 
+def chat_workload(source: str, limit: int | None, seed: int) -> Workload:
+    """The first `limit` requests (None: all) of the chat that `source` specifies; ChatSpecError for a bad one."""
+    spec = ChatSpec.parse(source)
+    total = spec.requests if limit is None else min(limit, spec.requests)
+    return Workload.of(source, total, lambda: islice(chat_requests(spec, seed), total))
+
+
 def chat_requests(spec: ChatSpec, seed: int) -> Iterator[ReplayRequest]:
     """The requests of the workload in order of arrival; the same spec and seed give the same requests."""
     rng = np.random.default_rng((0xC4A7, seed if spec.seed is None else spec.seed))
@@ -147,5 +155,5 @@ def _around(rng: np.random.Generator, mean: int) -> int:
     return int(rng.integers(mean - mean // 2, mean + mean // 2 + 1))
 
 
-def _draw(rng: np.random.Generator, tokens: int) -> Tokens:
+def _draw(rng: np.random.Generator, tokens: int) -> TokenArray:
     return rng.integers(VOCABULARY, size=tokens, dtype=np.uint32)

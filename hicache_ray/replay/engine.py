@@ -1,12 +1,9 @@
-"""What a synthetic model's KV must hold: bytes that follow from the tokens, and from nothing the cache computes.
+"""A model that computes nothing, but whose KV is known, so that every cached page can be checked before it is used.
 
-A page's bytes depend on the namespace, on its position, on all tokens up to its end, on the layer, on K or V, and on
-the rank where ranks hold different heads. The chain (xxh3 over the tokens) shares nothing with the SHA-256 page hashes,
-so a mistake in a key or in a copy shows as a difference.
-
-SyntheticEngine: a model that computes nothing, but whose KV is known, so that every cached page can be checked.
-
-Before a cached page is used it is compared, in every layer, with what it must contain; new pages are filled with that.
+A page's bytes follow from the tokens, and from nothing that the cache computes. They depend on the namespace, on the
+page's position, on all tokens up to its end, on the layer, on K or V, and on the rank where ranks hold different heads.
+The chain (xxh3 over the tokens) shares nothing with the SHA-256 page hashes. So a mistake in a key or in a copy shows
+as a difference.
 """
 
 from __future__ import annotations
@@ -24,7 +21,12 @@ from hicache_ray.pools.device import DevicePool
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.request import Forward, Request
 from hicache_ray.rank.step import StepRequest
-from hicache_ray.replay.requests import Tokens
+from hicache_ray.replay.requests import TokenArray
+
+logger = logging.getLogger("hicache_ray.synthetic")
+
+CACHED_BYTES = 1 << 18
+"""Bytes compared or filled at once: what is made up stays in the processor's cache."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -56,7 +58,7 @@ class TokenChain:
         """Whole pages so far."""
         return len(self._seeds)
 
-    def extended(self, tokens: Tokens) -> TokenChain:
+    def extended(self, tokens: TokenArray) -> TokenChain:
         """A new chain that goes on with `tokens`; this one stays as it is."""
         chain = TokenChain.__new__(TokenChain)
         chain.page_size, chain._hasher, chain._seeds = self.page_size, self._hasher.copy(), list(self._seeds)
@@ -74,7 +76,7 @@ class TokenChain:
         return np.array(self._seeds[start:stop], dtype=np.uint64)
 
 
-class Place(NamedTuple):
+class KVPlace(NamedTuple):
     """Where in a model a page's bytes are: `rank` is `ALL_RANKS` where every rank holds the same."""
 
     layer: int
@@ -87,7 +89,7 @@ class Place(NamedTuple):
         return _mix((self.layer << 24 ^ self.plane << 20 ^ self.rank + 1) + _GOLDEN)
 
 
-def page_words(seeds: torch.Tensor, place: Place, page_bytes: int) -> torch.Tensor:
+def page_words(seeds: torch.Tensor, place: KVPlace, page_bytes: int) -> torch.Tensor:
     """What pages must hold at a place.
 
     Args:
@@ -105,7 +107,7 @@ def page_words(seeds: torch.Tensor, place: Place, page_bytes: int) -> torch.Tens
     return words.view(torch.uint8)[:, :page_bytes]
 
 
-def torch_words(seeds: torch.Tensor, place: Place, count: int) -> torch.Tensor:
+def torch_words(seeds: torch.Tensor, place: KVPlace, count: int) -> torch.Tensor:
     """`count` 64-bit words of each page, on any device."""
     steps = torch.arange(1, count + 1, dtype=torch.int64, device=seeds.device).mul_(_signed(_GOLDEN))
     words = torch.add((seeds ^ _signed(place.salt))[:, None], steps[None, :])
@@ -114,7 +116,7 @@ def torch_words(seeds: torch.Tensor, place: Place, count: int) -> torch.Tensor:
     return words.bitwise_xor_(_shifted(words, _LAST_SHIFT))
 
 
-def _numpy_words(seeds: torch.Tensor, place: Place, count: int) -> torch.Tensor:
+def _numpy_words(seeds: torch.Tensor, place: KVPlace, count: int) -> torch.Tensor:
     """As `torch_words`, on the CPU in 0.4 of the time: numpy has vectorised shifts of 64-bit integers."""
     steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     words = np.add.outer(seeds.numpy().view(np.uint64) ^ np.uint64(place.salt), steps)
@@ -128,7 +130,7 @@ def _numpy_words(seeds: torch.Tensor, place: Place, count: int) -> torch.Tensor:
     return torch.from_numpy(words.view(np.int64))
 
 
-def page_rows(pages: torch.Tensor) -> torch.Tensor:
+def word_rows(pages: torch.Tensor) -> torch.Tensor:
     """A pool's view [pages, page_size, heads, dim] in the form of `page_words`: the same memory, one row a page."""
     rows = pages.view(pages.shape[0], -1).view(torch.uint8)
     return rows.view(torch.int64) if rows.shape[1] % _WORD == 0 else rows
@@ -150,12 +152,6 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-logger = logging.getLogger("hicache_ray.synthetic")
-
-CHUNK_BYTES = 1 << 18
-"""Bytes compared or filled at once: what is made up stays in the processor's cache."""
-
-
 class _Pages(NamedTuple):
     """L1 pages and the seeds of what they must hold, on the pool's device, int64 [pages]."""
 
@@ -164,7 +160,7 @@ class _Pages(NamedTuple):
 
 
 class SyntheticEngine:
-    """An `Engine` of made-up KV.
+    """An `Engine` of made-up KV: compares cached pages with what they must hold, in every layer, and fills new ones.
 
     Args:
         cache: the rank it runs on.
@@ -254,16 +250,16 @@ class SyntheticEngine:
             for part in self._chunks(len(pages.numbers)):
                 rows[pages.numbers[part]] = page_words(pages.seeds[part], place, self._page_bytes)
 
-    def _places(self, layer: int) -> Iterator[tuple[torch.Tensor, Place]]:
+    def _places(self, layer: int) -> Iterator[tuple[torch.Tensor, KVPlace]]:
         for plane, pages in enumerate(self.pool.layer_pages(layer)):
-            yield page_rows(pages), Place(layer, plane, self.rank)
+            yield word_rows(pages), KVPlace(layer, plane, self.rank)
 
     @property
     def _page_bytes(self) -> int:
         return self.pool.spec.row_bytes * self.pool.page_size
 
     def _chunks(self, pages: int) -> Iterator[slice]:
-        step = max(1, CHUNK_BYTES // self._page_bytes)
+        step = max(1, CACHED_BYTES // self._page_bytes)
         for start in range(0, pages, step):
             yield slice(start, min(start + step, pages))
 

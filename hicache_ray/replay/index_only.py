@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.replay.report import POOL_NAMES, OnProgress, ReplayReport, TokenCounts, add_up, evictions_of
-from hicache_ray.replay.workload import Workload
+from hicache_ray.replay.requests import Workload
 
 
 class IndexReplayError(ValueError):

@@ -15,8 +15,8 @@ from typing import Any
 from hicache_ray.config import ConfigError, HiCacheConfig
 from hicache_ray.replay.driver import ENGINE, DriveSettings, SteppedGroup, drive, settle
 from hicache_ray.replay.report import POOL_NAMES, OnProgress, ReplayReport, add_up, evictions_of
+from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.settings import ReplaySettings
-from hicache_ray.replay.workload import Workload
 from hicache_ray.storage.memory import BACKEND as MEMORY_BACKEND
 from hicache_ray.storage.memory import drop_store
 from hicache_ray.storage.shard.arena import SHARED_MEMORY

@@ -10,7 +10,7 @@ from hicache_ray.config import ConfigError, HiCacheConfig
 from hicache_ray.config.names import layouts_of
 from hicache_ray.config.option import option, options_of, read_options
 from hicache_ray.replay.index_only import IndexSettings
-from hicache_ray.replay.workload import Workload
+from hicache_ray.replay.requests import Workload
 
 HOST_MEMORY_RESERVE = 1.0
 """Gigabytes that the L2 of a replay leaves free unless told otherwise: its pools are small."""

@@ -76,7 +76,7 @@ def _swept_option(text: str, name: str) -> Option:
         raise SweepError(f"sweep {text!r}: {name!r} is none of {listed}{nearest_name(options, name)}") from None
 
 
-SUFFIXES = (".png", ".svg", ".pdf")
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 Runs = Sequence[tuple[Values, ReplayReport]]
 
@@ -87,8 +87,8 @@ class PlotError(ValueError):
 
 def check_plot(path: Path) -> None:
     """Raises PlotError when no picture can be written to `path`, before anything is run."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise PlotError(f"plot {str(path)!r}: the name must end in {', '.join(SUFFIXES)}")
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise PlotError(f"plot {str(path)!r}: the name must end in {', '.join(PLOT_SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotError("plots need matplotlib; install it with: pip install 'hicache-ray[plots]'")
 

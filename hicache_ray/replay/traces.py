@@ -1,14 +1,12 @@
-"""Request traces in the Mooncake format: one JSON object a line, plain or gzipped.
+"""Trace files: the requests of real services, one JSON object a line, plain, .gz or .xz.
 
-    {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, ...]}
+A new format is one more `TraceFormat` in `FORMATS`. The known ones are:
 
-`hash_ids` names each block of 512 prompt tokens; the last block may be partial. Equal ids stand for equal prefixes up
-to and with that block. The public files are in the Mooncake repository, folder FAST25-release/traces.
-
-Traces that hold real text instead of block ids: tau-bench conversations and LMCache's agent traces.
-
-Their text is cut into tokens by a fixed rule (words, spaces, signs), a number for each from its bytes: no tokenizer has
-to be there, and a text's tokens begin with the tokens of each of its prefixes that ends at a word.
+* Mooncake: `{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, ...]}`. An id names each
+  block of 512 prompt tokens; the last block may be partial. Equal ids stand for equal prefixes up to and with that
+  block. The public files are in the Mooncake repository, folder FAST25-release/traces.
+* tau-bench: `{"traj": [messages]}`. Each assistant message is a request whose prompt is all that came before it.
+* LMCache's agent traces: `{"session_id": ..., "input": text, "output": text}`, a request a line.
 """
 
 from __future__ import annotations
@@ -18,52 +16,60 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Generator, Iterable, Iterator
-from itertools import islice, zip_longest
+from collections.abc import Callable, Generator, Iterator
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from hicache_ray.replay.requests import ReplayRequest, Tokens
-
-BLOCK_TOKENS = 512
-"""Prompt tokens one hash id stands for."""
-
-MAX_REQUEST_TOKENS = 1 << 24
-"""Longest prompt or answer taken, in tokens; a larger number in a trace is a mistake."""
+from hicache_ray.replay.requests import BlockRequest, BlockTrace, ReplayRequest, TokenArray, Workload
 
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 _BROKEN = (gzip.BadGzipFile, lzma.LZMAError, EOFError, zlib.error, UnicodeDecodeError)
+
+Records = Iterator[tuple[str, dict[str, Any]]]
+"""JSON objects, each with "FILE, line N" for messages."""
 
 
 class TraceError(ValueError):
     """A trace that can't be replayed; the text names the file, the line and what is wrong with it."""
 
 
-class TraceRequest(NamedTuple):
-    """One line of a trace."""
+class TraceOptions(NamedTuple):
+    """What a user may say about a trace; see `workload.load_workload`."""
 
-    timestamp: float
-    """Arrival, in milliseconds since the trace began."""
-    input_length: int
-    """Prompt tokens."""
-    output_length: int
-    """Answer tokens."""
-    hash_ids: tuple[int, ...]
-    """One id for each block of the prompt."""
+    limit: int | None
+    seed: int
+    block_tokens: int
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace file (all when None), each line checked.
+class TraceFormat(NamedTuple):
+    """One form of trace file.
+
+    Attributes:
+        name: for people.
+        recognises: whether a file whose first record this is has this form.
+        load: the workload of a file by its name and records. Raises TraceError for a malformed record.
+    """
+
+    name: str
+    recognises: Callable[[dict[str, Any]], bool]
+    load: Callable[[str, Records, TraceOptions], Workload]
+
+
+def load_trace(source: str, options: TraceOptions) -> Workload:
+    """The workload of a trace file.
 
     Raises:
         TraceError: the file is missing, unreadable or empty, or a line is malformed.
     """
-    requests = [_parse(where, record) for where, record in islice(read_records(path), limit)]
-    if not requests:
-        raise TraceError(f"{path}: holds no requests")
-    return requests
+    records = read_records(Path(source))
+    first = next(records, None)
+    if first is None:
+        raise TraceError(f"{source}: holds no requests")
+    form = next(form for form in FORMATS if form.recognises(first[1]))
+    return form.load(source, chain([first], records), options)
 
 
 def read_records(path: Path) -> Generator[tuple[str, dict[str, Any]], None, None]:
@@ -100,7 +106,51 @@ def _json_object(where: str, line: str) -> dict[str, Any]:
     return record
 
 
-def _parse(where: str, record: dict[str, Any]) -> TraceRequest:
+def require(where: str, record: dict[str, Any], name: str, kinds: tuple[type, ...]) -> Any:
+    """A field of a record, checked for its type; raises TraceError naming the line and the field."""
+    if name not in record:
+        raise TraceError(f"{where}: {name!r} is missing")
+    value = record[name]
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        wanted = {int: "a number", float: "a number", list: "a list", str: "text"}[kinds[-1]]
+        raise TraceError(f"{where}: {name} is {_named(value)}; expected {wanted}")
+    return value
+
+
+def _named(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+BLOCK_TOKENS = 512
+"""Prompt tokens one hash id of a Mooncake trace stands for."""
+
+MAX_REQUEST_TOKENS = 1 << 24
+"""Longest prompt or answer taken, in tokens; a larger number in a trace is a mistake."""
+
+_GOLDEN = 2654435761
+"""Odd, so that multiplying by it permutes the 32-bit numbers."""
+
+
+class MooncakeLine(NamedTuple):
+    """One line of a Mooncake trace."""
+
+    timestamp: float
+    """Arrival, in milliseconds since the trace began."""
+    input_length: int
+    """Prompt tokens."""
+    output_length: int
+    """Answer tokens."""
+    hash_ids: tuple[int, ...]
+    """One id for each block of the prompt."""
+
+
+def mooncake_lines(records: Records) -> list[MooncakeLine]:
+    """The lines of a Mooncake trace, each checked; raises TraceError for a malformed one."""
+    return [_mooncake_line(where, record) for where, record in records]
+
+
+def _mooncake_line(where: str, record: dict[str, Any]) -> MooncakeLine:
     timestamp = require(where, record, "timestamp", (int, float))
     ids = require(where, record, "hash_ids", (list,))
     for position, block in enumerate(ids):
@@ -113,18 +163,7 @@ def _parse(where: str, record: dict[str, Any]) -> TraceRequest:
             f"{where}: {len(ids)} hash_ids for an input_length of {length}; "
             f"blocks of {BLOCK_TOKENS} tokens make it {blocks}"
         )
-    return TraceRequest(timestamp, length, _length(where, record, "output_length", least=0), tuple(ids))
-
-
-def require(where: str, record: dict[str, Any], name: str, kinds: tuple[type, ...]) -> Any:
-    """A field of a record, checked for its type; raises TraceError naming the line and the field."""
-    if name not in record:
-        raise TraceError(f"{where}: {name!r} is missing")
-    value = record[name]
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        wanted = {int: "a number", float: "a number", list: "a list", str: "text"}[kinds[-1]]
-        raise TraceError(f"{where}: {name} is {_named(value)}; expected {wanted}")
-    return value
+    return MooncakeLine(timestamp, length, _length(where, record, "output_length", least=0), tuple(ids))
 
 
 def _length(where: str, record: dict[str, Any], name: str, least: int) -> int:
@@ -134,9 +173,54 @@ def _length(where: str, record: dict[str, Any], name: str, least: int) -> int:
     return int(value)
 
 
-def _named(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+def _mooncake(source: str, records: Records, options: TraceOptions) -> Workload:
+    trace, block_tokens, seed = mooncake_lines(islice(records, options.limit)), options.block_tokens, options.seed
+    numbers: dict[int, int] = {}
+    for request in trace:
+        for block in request.hash_ids:
+            numbers.setdefault(block, len(numbers))
+    if len(numbers) * block_tokens > 1 << 32:
+        raise TraceError(
+            f"{source}: {len(numbers)} distinct blocks of {block_tokens} tokens need more than 2^32 token ids; "
+            "use a limit or smaller blocks"
+        )
+
+    requests = tuple(
+        BlockRequest(
+            np.array([numbers[block] for block in request.hash_ids], dtype=np.uint32),
+            _scaled(request.input_length, block_tokens),
+        )
+        for request in trace
+    )
+
+    def make() -> Iterator[ReplayRequest]:
+        for index, (request, (blocks, tokens)) in enumerate(zip(trace, requests, strict=True)):
+            yield ReplayRequest(
+                rid=f"r{index}",
+                prompt=block_token_ids(blocks, block_tokens, seed)[:tokens],
+                output=_answer(index, _scaled(request.output_length, block_tokens), seed),
+            )
+
+    longest = max(
+        tokens + _scaled(request.output_length, block_tokens)
+        for request, (_, tokens) in zip(trace, requests, strict=True)
+    )
+    return Workload(source, len(trace), longest, make, BlockTrace(len(numbers), block_tokens, requests))
+
+
+def block_token_ids(blocks: TokenArray, block_tokens: int, seed: int) -> TokenArray:
+    """Token ids [blocks * block_tokens] of trace blocks: no two blocks share a token, whatever the seed."""
+    places = np.add.outer(blocks * np.uint32(block_tokens), np.arange(block_tokens, dtype=np.uint32))
+    return (places.reshape(-1) * np.uint32(_GOLDEN)) ^ np.uint32(seed * _GOLDEN & 0xFFFFFFFF)
+
+
+def _scaled(tokens: int, block_tokens: int) -> int:
+    return -(-tokens * block_tokens // BLOCK_TOKENS)
+
+
+def _answer(index: int, tokens: int, seed: int) -> TokenArray:
+    rng = np.random.default_rng((0xA45, seed, index))
+    return rng.integers(1 << 32, size=tokens, dtype=np.uint32)
 
 
 INTERLEAVED = 8
@@ -144,48 +228,35 @@ INTERLEAVED = 8
 
 _PIECES = re.compile(r" ?\w{1,6}|\s+|[^\w\s]")
 
-Records = Iterable[tuple[str, dict[str, Any]]]
 
+def text_tokens(text: str) -> TokenArray:
+    """Token ids of a text, about one for four characters: words, spaces and signs, a number for each from its bytes.
 
-def text_tokens(text: str) -> Tokens:
-    """Token ids of a text, about one for four characters."""
+    No tokenizer has to be there, and a text's tokens begin with those of each of its prefixes that ends at a word.
+    """
     pieces = _PIECES.findall(text)
     return np.fromiter((zlib.crc32(piece.encode("utf-8", "surrogatepass")) for piece in pieces), np.uint32, len(pieces))
 
 
-def is_tau_bench(record: dict[str, Any]) -> bool:
-    """Whether a record has the fields of tau-bench's results."""
-    return "traj" in record
-
-
-def is_agent_trace(record: dict[str, Any]) -> bool:
-    """Whether a record has the fields of LMCache's agent traces."""
-    return "session_id" in record and "input" in record
-
-
-def agent_requests(records: Records) -> list[ReplayRequest]:
-    """LMCache agent traces: a request a line, in file order; raises TraceError for a malformed one."""
+def _agent(source: str, records: Records, options: TraceOptions) -> Workload:
     requests = []
-    for number, (where, record) in enumerate(records):
+    for number, (where, record) in enumerate(islice(records, options.limit)):
         prompt = text_tokens(require(where, record, "input", (str,)))
         if not len(prompt):
             raise TraceError(f"{where}: input is empty; a prompt needs at least one token")
         output = text_tokens(require(where, record, "output", (str,)))
         requests.append(ReplayRequest(f"r{number}", prompt, output))
-    return requests
+    return _listed(source, requests)
 
 
-def tau_requests(records: Records) -> list[ReplayRequest]:
-    """tau-bench: each assistant message is a request whose prompt is all that came before it.
-
-    The conversations run side by side, `INTERLEAVED` at a time; raises TraceError for a malformed line.
-    """
+def _tau_bench(source: str, records: Records, options: TraceOptions) -> Workload:
+    """The conversations run side by side, `INTERLEAVED` at a time."""
     conversations = [list(_conversation(number, *line)) for number, line in enumerate(records)]
     ordered = []
     for first in range(0, len(conversations), INTERLEAVED):
         rounds = zip_longest(*conversations[first : first + INTERLEAVED])
         ordered += [request for turn in rounds for request in turn if request is not None]
-    return ordered
+    return _listed(source, ordered[: options.limit])
 
 
 def _conversation(number: int, where: str, record: dict[str, Any]) -> Iterator[ReplayRequest]:
@@ -205,3 +276,17 @@ def _conversation(number: int, where: str, record: dict[str, Any]) -> Iterator[R
 def _calls(message: dict[str, Any]) -> str:
     calls = message.get("tool_calls")
     return json.dumps(calls, sort_keys=True) if calls else ""
+
+
+def _listed(source: str, requests: list[ReplayRequest]) -> Workload:
+    if not requests:
+        raise TraceError(f"{source}: holds no requests")
+    return Workload.of(source, len(requests), lambda: iter(requests))
+
+
+FORMATS = (
+    TraceFormat("tau-bench", lambda record: "traj" in record, _tau_bench),
+    TraceFormat("LMCache agent trace", lambda record: "session_id" in record and "input" in record, _agent),
+    TraceFormat("Mooncake", lambda record: True, _mooncake),
+)
+"""Every format; the first that recognises a file's first record is taken."""
