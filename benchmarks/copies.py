@@ -28,9 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peer_copy import Copier, cell_copiers, random_pages  # noqa: E402
-from hicache_ray.kernels.dispatch import TABLE  # noqa: E402
-from hicache_ray.kernels.threads import set_copy_threads  # noqa: E402
+from benchmarks.peer_copy import Copier, pool_copiers, random_pages  # noqa: E402
+from hicache_ray.config.names import COPIES, can_copy  # noqa: E402
+from hicache_ray.kernels.cpu import set_copy_threads  # noqa: E402
 from hicache_ray.pools.device import DevicePool  # noqa: E402
 from hicache_ray.pools.host import HostPool  # noqa: E402
 from hicache_ray.pools.layouts import Bytes  # noqa: E402
@@ -119,18 +119,19 @@ def results(attention: str, options: argparse.Namespace) -> Iterator[Result]:
     device_pool = DevicePool(spec, pool_pages, page_size, options.device)
     plain = Plain(spec.token_bytes * device_pool.tokens, page_size * spec.row_bytes)
     clock = time.process_time if options.device == "cpu" and options.threads == 1 else time.perf_counter
-    for cell in (cell for cell in TABLE if cell[0] in options.io and cell[2] == attention):
-        host_pool = HostPool(spec, pool_pages, page_size, cell[1])
+    cells = [(io, layout) for io in options.io for layout in COPIES[io] if can_copy(io, layout, attention)]
+    for io, layout in cells:
+        host_pool = HostPool(spec, pool_pages, page_size, layout)
         copies = {
             f"{way}/{kind}": copier
             for kind, lists in page_lists(pool_pages).items()
-            for way, copier in cell_copiers(cell, device_pool, host_pool, *lists).items()
+            for way, copier in pool_copiers(io, device_pool, host_pool, *lists).items()
         }
         for name, rounds in measure(copies, plain, options.rounds, clock, options.device).items():
             ratios = [statistics.median(own / other[i] for own, *other in rounds) for i in range(2)]
             rate = statistics.median(own for own, *_ in rounds)
             way, kind = name.split("/")
-            yield Result(attention, cell[0], cell[1], way, kind, rate, *ratios)
+            yield Result(attention, io, layout, way, kind, rate, *ratios)
 
 
 def parse() -> argparse.Namespace:

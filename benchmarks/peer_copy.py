@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_ray.kernels.base import Plan
-from hicache_ray.kernels.dispatch import TABLE, Cell, operators
-from hicache_ray.kernels.threads import set_copy_threads
+from hicache_ray.config.names import COPIES
+from hicache_ray.kernels.cpu import set_copy_threads
+from hicache_ray.kernels.table import copies_between
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.slots import Pages
@@ -28,10 +28,10 @@ def copiers(case: dict[str, Any]) -> dict[str, Copier]:
     device = DevicePool(spec, case["pool_pages"], case["page"])
     pages = random_pages(case["pool_pages"], case["pages"])
     out: dict[str, Copier] = {}
-    for cell in (cell for cell in TABLE if cell[0] == "direct" and cell[2] == "mha"):
-        host = HostPool(spec, case["pool_pages"], case["page"], cell[1])
+    for layout in COPIES["direct"]:
+        host = HostPool(spec, case["pool_pages"], case["page"], layout)
         out |= {
-            f"{way}-{cell[0]}-{cell[1]}": copier for way, copier in cell_copiers(cell, device, host, *pages).items()
+            f"{way}-direct-{layout}": copier for way, copier in pool_copiers("direct", device, host, *pages).items()
         }
     return out
 
@@ -42,22 +42,19 @@ def random_pages(pool_pages: int, count: int) -> tuple[Pages, Pages]:
     return rng.permutation(pool_pages)[:count], rng.permutation(pool_pages)[:count]
 
 
-def cell_copiers(
-    cell: Cell, device: DevicePool, host: HostPool, device_pages: Pages, host_pages: Pages
+def pool_copiers(
+    io_backend: str, device: DevicePool, host: HostPool, device_pages: Pages, host_pages: Pages
 ) -> dict[str, Copier]:
-    """to-host and to-device of one cell, each with the bytes it moves; planning the pages is part of the copy."""
-    order, load_layer, backup = operators(*cell)
+    """to-host and to-device of two pools, each with the bytes it moves; planning the pages is part of the copy."""
+    copies = copies_between(io_backend, device, host)
     nbytes = len(device_pages) * host.page_bytes
 
-    def plan() -> Plan:
-        return order(device, host, device_pages, host_pages)
-
     def to_host() -> None:
-        backup(plan())
+        copies.backup(copies.plan(device_pages, host_pages))
 
     def to_device() -> None:
-        pages = plan()
+        plan = copies.plan(device_pages, host_pages)
         for layer in range(device.spec.layers):
-            load_layer(pages, layer)
+            copies.load_layer(plan, layer)
 
     return {"to-host": (to_host, nbytes), "to-device": (to_device, nbytes)}

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from hicache_ray.kernels import kernel
-from hicache_ray.kernels.dispatch import TABLE, Cell, TableTransfer
+from hicache_ray.config.names import COPIES
+from hicache_ray.kernels.base import PoolCopies
+from hicache_ray.kernels.table import copies_between, why_no_triton
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
@@ -23,6 +25,15 @@ PAGE_SIZES = (1, 2, 3, 16)
 HEADS = (1, 3)
 HEAD_DIMS = (5, 64)
 DTYPES = ("fp16", "bf16", "fp8", "int8")
+Cell = tuple[str, str, str]
+"""An io backend, a host layout and an attention."""
+CELLS: list[Cell] = [
+    (io_backend, layout, attention)
+    for io_backend, layouts in COPIES.items()
+    for layout, attentions in layouts.items()
+    for attention in attentions
+]
+MakeCopies = Callable[[DevicePool, HostPool], PoolCopies]
 LAYERS, DEVICE_PAGES, HOST_PAGES = 3, 7, 11
 
 
@@ -71,27 +82,29 @@ def fill(pool: DevicePool, rng: np.random.Generator) -> None:
             view.copy_(torch.from_numpy(rng.integers(0, 256, tuple(view.shape), dtype=np.uint8)))
 
 
-def check(copies: TableTransfer, shape: Shape, device: str = "cpu") -> None:
+def check(make: MakeCopies, layout: str, shape: Shape, device: str = "cpu") -> None:
     """A backup and a load of random pages leave both pools exactly as the reference does, untouched pages included."""
     rng = np.random.default_rng(shape.seed)
-    expected = HostPool(shape.spec, HOST_PAGES, shape.page_size, copies.layout, pin=False)
-    actual = HostPool(shape.spec, HOST_PAGES, shape.page_size, copies.layout)
+    expected = HostPool(shape.spec, HOST_PAGES, shape.page_size, layout, pin=False)
+    actual = HostPool(shape.spec, HOST_PAGES, shape.page_size, layout)
     source = DevicePool(shape.spec, DEVICE_PAGES, shape.page_size, device)
     fill(source, rng)
     expected.buffer[:] = rng.integers(0, 256, expected.buffer.size, dtype=np.uint8)
     actual.buffer[:] = expected.buffer
     device_pages, host_pages = random_pages(rng)
     reference.backup(source, expected, device_pages, host_pages)
-    copies.backup(source, actual, device_pages, host_pages)
+    copies = make(source, actual)
+    copies.backup(copies.plan(device_pages, host_pages))
     synchronize(device)
     np.testing.assert_array_equal(actual.buffer, expected.buffer)
 
     wanted = DevicePool(shape.spec, DEVICE_PAGES, shape.page_size)
     loaded = DevicePool(shape.spec, DEVICE_PAGES, shape.page_size, device)
-    prepared = copies.prepare(loaded, actual, device_pages[::-1], host_pages)
+    copies = make(loaded, actual)
+    plan = copies.plan(device_pages[::-1], host_pages)
     for layer in reversed(range(LAYERS)):
         reference.load_layer(wanted, expected, device_pages[::-1], host_pages, layer)
-        prepared.load_layer(layer)
+        copies.load_layer(plan, layer)
         synchronize(device)
         assert torch.equal(device_bytes(loaded), device_bytes(wanted)), f"layer {layer} of {shape}"
 
@@ -106,17 +119,16 @@ def on_triton(cell: Cell, shape: Shape) -> bool:
     """Whether the kernel backend moves this shape with Triton."""
     pool = DevicePool(shape.spec, 1, shape.page_size)
     host = HostPool(shape.spec, 1, shape.page_size, cell[1])
-    pages = np.zeros(1, dtype=np.int64)
-    return kernel.why_no_triton(TABLE[cell].order(pool, host, pages, pages)) is None
+    return why_no_triton(pool, host) is None
 
 
 def main() -> None:
     """Checks the kernel cells on Triton; prints how many combinations it moved, and how many widths fall back."""
     moved = left = 0
-    for cell, operators in TABLE.items():
+    for cell in CELLS:
         for shape in shapes(cell[2]) if cell[0] == "kernel" else ():
             if on_triton(cell, shape):
-                check(TableTransfer(cell[1], operators), shape)
+                check(partial(copies_between, cell[0]), cell[1], shape)
                 moved += 1
             else:
                 left += 1

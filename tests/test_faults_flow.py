@@ -74,7 +74,7 @@ def test_background_thread_or_loop_dies_silently(
     settle(group)
     (stats,) = group.stats()
     assert raised and sum(stats["worker_failures"].values()) == 1 and stats["worker_failures"][loop] == 1
-    io = group.caches[0].controller.storage_io
+    io = group.caches[0].mover.storage_io
     assert io is not None and all(worker.alive for worker in io.workers)
     assert sum(ask(group, prompt).storage_tokens for prompt in PROMPTS) > 0
 

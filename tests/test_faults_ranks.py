@@ -224,9 +224,9 @@ def test_double_free_use_after_free_what_is_freed_is_never_read(seed: int) -> No
     for _ in range(60):
         driver.step()
         for cache in driver.group.caches:
-            cache.controller.device_pool.poison(cache.index.device.free_list())
+            cache.mover.device_pool.poison(cache.index.device.free_list())
             for page in cache.index.host.free_list().tolist():
-                cache.controller.host_pool.segments[page] = 0xEE
+                cache.mover.host_pool.segments[page] = 0xEE
     assert driver.group.verified > 0
     driver.end()
 

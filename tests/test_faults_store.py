@@ -113,7 +113,7 @@ def test_lost_or_unreachable_l3_prefix_a_prefix_that_was_sent_while_the_store_wa
         serve(group, "second", [*system, 20, 21])
     assert not group.store
     for cache in group.caches:
-        guard = cache.controller.storage_io.storage  # type: ignore[union-attr]
+        guard = cache.mover.storage_io.storage  # type: ignore[union-attr]
         guard.breakers["write"].succeeded()
     serve(group, "third", [*system, 30, 31])
     hashes = [h.hex() for h in page_hashes(np.array([*system, 30, 31], dtype="<u4"), group.shape.page_size)]
@@ -266,7 +266,7 @@ def test_backend_errors(memory_group: LocalGroup, fault: str, call: str) -> None
 
 
 def test_backend_errors_breaker_opens_and_closes(memory_group: LocalGroup) -> None:
-    guard = memory_group.caches[0].controller.storage_io.storage  # type: ignore[union-attr]
+    guard = memory_group.caches[0].mover.storage_io.storage  # type: ignore[union-attr]
     names = page_names(2)
     pages = np.arange(2)
     with injected(plan({"kind": "drop", "who": "rank 0", "point": "storage.load", "times": 0})) as injector:

@@ -11,8 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from hicache_ray.kernels import kernel
-from hicache_ray.kernels.dispatch import transfer
+from hicache_ray.kernels import table
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
@@ -69,12 +68,13 @@ def test_kernels_compile_for_a_gpu(shape: str, to_host: bool) -> None:
 
 
 def copied(spec: KVSpec, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What two transfers of the kernel backend log."""
+    """What two copies of the kernel backend log."""
     device, host = DevicePool(spec, 2, 2), HostPool(spec, 2, 2, "page_first", pin=False)
     device.key_buffer(0)[:] = 1
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            transfer("kernel", "page_first", "mha").backup(device, host, ONE, ONE)
+            copies = table.copies_between("kernel", device, host)
+            copies.backup(copies.plan(ONE, ONE))
     assert host.read_page(0).any()
     return [record.message for record in caplog.records]
 
@@ -82,7 +82,7 @@ def copied(spec: KVSpec, caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_without_a_gpu_the_kernel_backend_copies_like_direct_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "_said", set())
+    monkeypatch.setattr(table, "_said", set())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     messages = copied(KVSpec.mha(2, 1, 4), caplog)
     assert len(messages) == 1
@@ -95,7 +95,7 @@ def test_width_that_the_kernels_do_not_move_falls_back(
 ) -> None:
     # Imported before the setting is made, so that only this question, and no later test, is under the interpreter.
     importlib.import_module("hicache_ray.kernels.triton_copy")
-    monkeypatch.setattr(kernel, "_said", set())
+    monkeypatch.setattr(table, "_said", set())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     messages = copied(KVSpec.mha(2, 1, 5, "int8"), caplog)
     assert messages == ["io backend kernel copies like direct here: rows of 5 bytes are no multiple of 4 bytes"]
@@ -104,7 +104,7 @@ def test_width_that_the_kernels_do_not_move_falls_back(
 def test_without_triton_the_kernel_backend_copies_like_direct(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "_said", set())
+    monkeypatch.setattr(table, "_said", set())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     messages = copied(KVSpec.mha(2, 1, 4), caplog)
     assert messages == ["io backend kernel copies like direct here: triton is not installed"]

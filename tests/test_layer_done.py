@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hicache_ray.pools.device import DevicePool
-from hicache_ray.pools.layer_done import NO_PRODUCER, LayerDoneCounter, LayerLoadError, LayerTimeoutError
+from hicache_ray.pools.layer_done import NO_LOAD, LayerDoneCounter, LayerLoadError, LayerTimeoutError
 from hicache_ray.pools.spec import KVSpec
 
 DEADLINE = 20.0
@@ -30,9 +30,9 @@ def waiting(counter: LayerDoneCounter, layer: int, threads: ThreadPoolExecutor) 
 
 def test_case_40_nothing_queued_means_no_producer_and_no_wait() -> None:
     counter = LayerDoneCounter(4, timeout=0.0)
-    assert NO_PRODUCER == -1
+    assert NO_LOAD == -1
     counter.wait_until(3)
-    counter.set_consumer(NO_PRODUCER)
+    counter.set_consumer(NO_LOAD)
     counter.wait_until(3)
 
 
@@ -114,14 +114,6 @@ def test_unknown_producer_is_refused() -> None:
     for producer in (0, 3, -2):
         with pytest.raises(ValueError, match=f"index {producer}"):
             counter.set_consumer(producer)
-
-
-def test_reset_forgets_everything() -> None:
-    counter = LayerDoneCounter(1, timeout=0.0)
-    counter.set_consumer(counter.update_producer())
-    counter.reset()
-    counter.wait_until(0)
-    assert counter.update_producer() == 0
 
 
 def test_device_pool_buffers_wait_for_their_layer() -> None:

@@ -248,7 +248,7 @@ def test_case_64_a_load_back_that_is_skipped_is_not_counted() -> None:
     assert (admitted.device_tokens, admitted.host_tokens) == (0, 8)
     (row,) = group.step(schedules=["again"]).scheduled
     assert (row.device_tokens, row.host_tokens, row.storage_tokens, row.computed_tokens) == (0, 0, 0, 9)
-    assert all(cache.controller.bytes_moved()["l2_to_l1"] == 0 for cache in group.caches)
+    assert all(cache.mover.bytes_moved()["l2_to_l1"] == 0 for cache in group.caches)
 
 
 def test_case_64_l2_and_l3_tokens_are_exactly_the_pages_that_were_loaded() -> None:

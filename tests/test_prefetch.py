@@ -191,7 +191,7 @@ def test_case_48_wait_complete_ends_too_when_the_store_never_answers() -> None:
 def test_case_49_ranks_attach_the_minimum() -> None:
     """Case 49: rank 1 lacks page 5: both attach 8 tokens and end with the same free count."""
     group = stored(ranks=2)
-    digest = group.caches[1].controller.storage_io.storage.config.identity.digest  # type: ignore[union-attr]
+    digest = group.caches[1].mover.storage_io.storage.config.identity.digest  # type: ignore[union-attr]
     lacking = [key for key in group.store if key.startswith(digest)][4]
     del group.store[lacking]
     group.step(admits=[admit("r", PROMPT)])

@@ -99,7 +99,7 @@ def test_a_wrong_byte_in_l1_is_seen(store: str) -> None:
     serve(group, "a")
     settle(group)
     node = next(group.caches[0].index.tree.nodes())
-    values = group.caches[0].controller.device_pool.layer_pages(2)[1]
+    values = group.caches[0].mover.device_pool.layer_pages(2)[1]
     values.view(torch.uint8)[int(node.value[3]), 0, 0, 0] ^= 1
     counters, _ = serve(group, "b")
     assert (counters["pages_verified"], counters["pages_mismatched"]) == (10, 1)
@@ -111,7 +111,7 @@ def test_a_wrong_byte_in_l2_is_seen(store: str) -> None:
     serve(group, "a")
     evict_l1(group)
     node = next(node for node in group.caches[0].index.tree.nodes() if node.value is None)
-    group.caches[0].controller.host_pool.segments[node.host_value[0]].flat[5] ^= 1
+    group.caches[0].mover.host_pool.segments[node.host_value[0]].flat[5] ^= 1
     counters, row = serve(group, "b")
     assert (row.host_tokens, counters["pages_mismatched"]) == (40, 1)
     group.stop()
@@ -149,7 +149,7 @@ def test_ranks_hold_different_bytes_for_mha_and_equal_ones_for_mla(store: str) -
         held = []
         for cache in group.caches:
             page = next(cache.index.tree.nodes()).value[0]
-            held.append(cache.controller.device_pool.layer_pages(0)[0][int(page)].view(torch.uint8).tolist())
+            held.append(cache.mover.device_pool.layer_pages(0)[0][int(page)].view(torch.uint8).tolist())
         assert (held[0] == held[1]) is equal
         group.stop()
 

@@ -97,10 +97,10 @@ def test_case_61_a_bad_policy_is_refused_and_nothing_changes(
 
 def test_case_61_the_same_backend_again_succeeds_and_updates_the_policies(group: LocalGroup) -> None:
     group.attach(BACKEND, prefetch_policy="timeout")
-    storage = group.caches[0].controller.storage_io
+    storage = group.caches[0].mover.storage_io
     group.attach(BACKEND, write_policy="write_back", prefetch_threshold=8)
     backend, policies = state(group)
-    assert backend == BACKEND and group.caches[0].controller.storage_io is storage
+    assert backend == BACKEND and group.caches[0].mover.storage_io is storage
     assert (policies["prefetch_policy"], policies["write_policy"], policies["prefetch_threshold"]) == (
         "timeout",
         "write_back",
@@ -195,7 +195,7 @@ def test_an_attach_that_fails_on_one_rank_is_undone_on_all(group: LocalGroup, ba
         for cache in group.caches:  # as if somebody detached between the preparation and the step
             cache.stores.prepare = lambda ticket, name, options, make=cache.stores._made: make(name, options)
     refused(group, lambda: group.attach(backend, prefetch_policy="timeout"), "(no route to|is full)")
-    assert all(cache.controller.storage_io is None for cache in group.caches)
+    assert all(cache.mover.storage_io is None for cache in group.caches)
     assert not any(cache.stores._waiting for cache in group.caches)
     group.attach(BACKEND)
 

@@ -17,17 +17,17 @@ import xxhash
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, ModelIdentity, Namespace
 from hicache_ray.index import IndexOptions, TieredIndex
-from hicache_ray.kernels.dispatch import transfer
+from hicache_ray.kernels.table import copies_between
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.l3 import StorageIO
+from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.prefetch import Prefetch, PrefetchPolicy
 from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.request import Request
 from hicache_ray.rank.step import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest, differences
-from hicache_ray.rank.transfers import TransferController
 from hicache_ray.storage.base import Bytes, PageStorage, StorageConfig
 from tests.manual import ManualLane, ManualWorker
 
@@ -145,10 +145,8 @@ class Lockstep:
                 bigram=shape.bigram,
             )
         )
-        controller = TransferController(
-            device,
-            host,
-            transfer("direct", shape.layout, shape.attention),
+        mover = Mover(
+            copies_between("direct", device, host),
             copy_timeout=5.0,
             lanes=self._lane,
             workers=self._worker,
@@ -164,9 +162,7 @@ class Lockstep:
             capacity_pages=shape.host_pages // 2,
             clock=self.clock,
         )
-        cache = HiRadixCache(
-            index, controller, policy, rank=rank, make_storage=lambda name, options: self.make_store(rank)
-        )
+        cache = HiRadixCache(index, mover, policy, rank=rank, make_storage=lambda name, options: self.make_store(rank))
         if shape.storage:
             cache.attach_backend("faulty", {})
         return cache
@@ -280,7 +276,7 @@ class Lockstep:
     def _page(
         self, cache: HiRadixCache, request: Request, page: int, tokens: bytes
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        pool = cache.controller.device_pool
+        pool = cache.mover.device_pool
         prefix = tokens[: (page + 1) * self.shape.page_size * 4]
         rank = cache.rank if self.shape.attention == "mha" else 0
         result = []

@@ -1,1 +1,1 @@
-"""Copies between L1 and L2: one table of io backends, host layouts and attention types (`kernels.dispatch`)."""
+"""Copies between L1 and L2; `kernels.table` says which two pools get."""

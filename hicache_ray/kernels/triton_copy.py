@@ -1,7 +1,7 @@
 """The `kernel` backend's copies: Triton gathers and scatters rows between the device's layers and pinned host memory.
 
 The device reads and writes the host pool itself, through its address, so one launch moves any number of scattered
-pages: one layer for a load, all layers for a backup. Imports triton: see `kernels.kernel` for when that may be done.
+pages: one layer for a load, all layers for a backup. Imports triton: see `kernels.table` for when that may be done.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from hicache_ray.kernels.base import Plan
+from hicache_ray.kernels.base import CopyPlan, PoolCopies
+from hicache_ray.pools.device import DevicePool
+from hicache_ray.pools.host import HostPool
 
-UNITS = {8: tl.int64, 4: tl.int32}
+ROW_UNITS = {8: tl.int64, 4: tl.int32}
 """Widths in bytes in which rows are moved; a row that neither divides is left to the caller."""
 
 TILE = 4096
@@ -91,70 +93,74 @@ def copy_rows(  # type: ignore[no-untyped-def]  # the compiler takes no annotati
                 tl.store(in_device, tl.load(in_host, mask=mask, other=0), mask=mask)
 
 
-def row_bytes(plan: Plan) -> int:
+def row_bytes(host_pool: HostPool) -> int:
     """Bytes that lie together in L2: a token's heads of one layer, or one head where the layout keeps heads apart."""
-    first = plan.host_pool.geometry.parts[0]
+    first = host_pool.geometry.parts[0]
     merged = first.strides["H"] == first.sizes["D"]
     return first.sizes["D"] * first.sizes["H"] if merged else first.sizes["D"]
 
 
-def row_shape(plan: Plan) -> RowShape | None:
-    """The rows of a plan, or None when the kernel can't move their width (no multiple of 4 bytes)."""
-    first = plan.host_pool.geometry.parts[0]
+def row_shape(host_pool: HostPool) -> RowShape | None:
+    """The rows of a host pool, or None when the kernel can't move their width (no multiple of 4 bytes)."""
+    first = host_pool.geometry.parts[0]
     sizes, strides = first.sizes, first.strides
-    width = row_bytes(plan)
+    width = row_bytes(host_pool)
     heads = sizes["D"] * sizes["H"] // width
-    for unit in UNITS:
+    for unit in ROW_UNITS:
         if width % unit == 0:
             return RowShape(unit, width // unit, heads, *(strides[axis] // unit for axis in "PTLH"))
     return None
 
 
-def backup(plan: Plan) -> None:
-    """All layers of the plan's pages, L1 -> L2, in one launch."""
-    _launch(plan, 0, plan.device_pool.spec.layers, to_host=True)
+class TritonCopies(PoolCopies):
+    """The `kernel` copies. Raises ValueError for pools whose rows the kernel can't move."""
 
-
-def load_layer(plan: Plan, layer: int) -> None:
-    """One layer of the plan's pages, L2 -> L1, in one launch."""
-    _launch(plan, layer, 1, to_host=False)
-
-
-def _launch(plan: Plan, first_layer: int, layer_span: int, *, to_host: bool) -> None:
-    shape = row_shape(plan)
-    count = len(plan.device_pages)
-    if shape is None or not count:
-        if count:
+    def __init__(self, device_pool: DevicePool, host_pool: HostPool) -> None:
+        super().__init__(device_pool, host_pool)
+        shape = row_shape(host_pool)
+        if shape is None:
             raise ValueError(
-                f"rows of {row_bytes(plan)} bytes can't be moved by the kernel, which needs a multiple of 4"
+                f"rows of {row_bytes(host_pool)} bytes can't be moved by the kernel, which needs a multiple of 4"
             )
-        return
-    pool, placed = plan.device_pool, plan.host_pool.geometry.parts[0]
-    block = min(triton.next_power_of_2(shape.width), 1024)
-    rows = max(1, TILE // block)
-    programs = min(PROGRAMS, triton.cdiv(count * pool.page_size * shape.heads, rows))
-    with _on(pool.device):
-        copy_rows[(programs, pool.spec.planes * layer_span)](
-            pool.layer_pointers,
-            plan.host_pool.buffer.ctypes.data,
-            placed.nbytes,
-            plan.index_tensor,
-            count,
-            pool.spec.layers,
-            first_layer,
-            layer_span,
-            shape.page,
-            shape.token,
-            shape.layer,
-            shape.head,
-            UNIT=UNITS[shape.unit],
-            PAGE=pool.page_size,
-            HEADS=shape.heads,
-            WIDTH=shape.width,
-            ROWS=rows,
-            BLOCK=block,
-            TO_HOST=to_host,
-        )
+        self._shape = shape
+
+    def backup(self, plan: CopyPlan) -> None:
+        """All layers in one launch."""
+        self._launch(plan, 0, self.device_pool.spec.layers, to_host=True)
+
+    def load_layer(self, plan: CopyPlan, layer: int) -> None:
+        """One layer in one launch."""
+        self._launch(plan, layer, 1, to_host=False)
+
+    def _launch(self, plan: CopyPlan, first_layer: int, layer_span: int, *, to_host: bool) -> None:
+        pool, shape, count = self.device_pool, self._shape, len(plan.device_pages)
+        if not count:
+            return
+        block = min(triton.next_power_of_2(shape.width), 1024)
+        rows = max(1, TILE // block)
+        programs = min(PROGRAMS, triton.cdiv(count * pool.page_size * shape.heads, rows))
+        with _on(pool.device):
+            copy_rows[(programs, pool.spec.planes * layer_span)](
+                pool.layer_pointers,
+                self.host_pool.buffer.ctypes.data,
+                self.host_pool.geometry.parts[0].nbytes,
+                plan.index_tensor,
+                count,
+                pool.spec.layers,
+                first_layer,
+                layer_span,
+                shape.page,
+                shape.token,
+                shape.layer,
+                shape.head,
+                UNIT=ROW_UNITS[shape.unit],
+                PAGE=pool.page_size,
+                HEADS=shape.heads,
+                WIDTH=shape.width,
+                ROWS=rows,
+                BLOCK=block,
+                TO_HOST=to_host,
+            )
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:

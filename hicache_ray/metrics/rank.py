@@ -45,7 +45,7 @@ class RankMetrics:
         self.cache = cache
         self.events = events
         self._one_at_a_time = threading.Lock()
-        self._io = cache.controller.storage_io
+        self._io = cache.mover.storage_io
         self.registry = Registry(**labels, rank=str(cache.rank))
 
     def observe(self, answer: StepAnswer) -> None:
@@ -67,7 +67,7 @@ class RankMetrics:
     def _collect(self) -> None:
         registry, cache = self.registry, self.cache
         self._collect_sums()
-        for path, count in cache.controller.bytes_moved().items():
+        for path, count in cache.mover.bytes_moved().items():
             registry.advance("hicache_transfer_bytes_total", count, path)
         for result, count in dict(cache.prefetcher.counts).items():
             if result == "loaded_pages":
@@ -76,9 +76,9 @@ class RankMetrics:
                 registry.advance("hicache_prefetches_total", count, result)
         self._collect_index(cache.index)
         self._collect_storage(self._io)
-        if cache.controller.storage_io is not self._io:  # another backend, which counts from zero
+        if cache.mover.storage_io is not self._io:  # another backend, which counts from zero
             registry.restart(_OF_STORAGE)
-            self._io = cache.controller.storage_io
+            self._io = cache.mover.storage_io
             self._collect_storage(self._io)
         self._collect_gauges()
 
@@ -133,8 +133,8 @@ class RankMetrics:
         for pool, ledger in cache.index.ledger().items():
             for state in ("free", "in_tree", "in_flight"):
                 registry.child("hicache_pool_pages", _TIERS[pool], state).set(getattr(ledger, state))
-        registry.child("hicache_storage_attached").set(int(cache.controller.storage_io is not None))
-        registry.child("hicache_page_bytes").set(cache.controller.host_pool.page_bytes)
+        registry.child("hicache_storage_attached").set(int(cache.mover.storage_io is not None))
+        registry.child("hicache_page_bytes").set(cache.mover.host_pool.page_bytes)
         requests = list(cache.requests.values())
         running = sum(request.running for request in requests)
         registry.child("hicache_current_requests", "running").set(running)

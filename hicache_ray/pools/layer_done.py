@@ -7,8 +7,8 @@ import time
 
 import torch
 
-NO_PRODUCER = -1
-"""Producer index when nothing was queued: a consumer set to it waits for nothing (case 40)."""
+NO_LOAD = -1
+"""Index of no load at all: a consumer set to it waits for nothing (case 40)."""
 
 RING = 3
 DEFAULT_TIMEOUT = 30.0
@@ -116,7 +116,7 @@ class LayerDoneCounter:
         self.timeout = timeout
         self._events_type = CudaLayerEvents if torch.device(device).type == "cuda" else LayerEvents
         self._ring: list[LayerEvents | None] = [None] * ring
-        self._producer = NO_PRODUCER
+        self._producer = NO_LOAD
         self._consumed: LayerEvents | None = None
 
     def update_producer(self) -> int:
@@ -148,16 +148,10 @@ class LayerDoneCounter:
         self.events(producer).fail(error)
 
     def set_consumer(self, producer: int) -> None:
-        """From now on `wait_until` waits for the layers of this load; NO_PRODUCER (-1): for nothing."""
-        self._consumed = None if producer == NO_PRODUCER else self.events(producer)
+        """From now on `wait_until` waits for the layers of this load; NO_LOAD (-1): for nothing."""
+        self._consumed = None if producer == NO_LOAD else self.events(producer)
 
     def wait_until(self, layer: int) -> None:
         """Returns when the layer of the consumer's load has arrived. Raises LayerTimeoutError or LayerLoadError."""
         if self._consumed is not None:
             self._consumed.wait(layer, self.timeout)
-
-    def reset(self) -> None:
-        """Forgets all loads and the consumer; the next producer is 0 again."""
-        self._ring = [None] * len(self._ring)
-        self._producer = NO_PRODUCER
-        self._consumed = None

@@ -150,7 +150,7 @@ class RankAudit:
 def audit_of(cache: HiRadixCache) -> RankAudit:
     """Counts every page, reference and thread of a rank anew and compares. Costs a walk over the whole tree."""
     ledgers = cache.ledger()
-    pool = cache.controller.host_pool
+    pool = cache.mover.host_pool
     sizes = {name: ledger.total * pool.page_bytes for name, ledger in ledgers.items()}
     return RankAudit(
         rank=cache.rank,
@@ -174,7 +174,7 @@ def audit_of(cache: HiRadixCache) -> RankAudit:
 
 
 def _storage_state(cache: HiRadixCache) -> str:
-    if cache.controller.storage_io is None:
+    if cache.mover.storage_io is None:
         return DETACHED
     return ATTACHED if cache.prefetcher.enabled else DRAINING
 
@@ -236,7 +236,7 @@ def _prefetch_faults(cache: HiRadixCache) -> list[str]:
 
 
 def _thread_faults(cache: HiRadixCache) -> list[str]:
-    io = cache.controller.storage_io
+    io = cache.mover.storage_io
     return [f"the thread {worker.name} has ended" for worker in io.workers if not worker.alive] if io else []
 
 

@@ -1,7 +1,7 @@
 """HiRadixCache: one rank of the hierarchical cache, without Ray (DESIGN 1 to 5).
 
 An engine embeds it in its worker process and calls `step` once per scheduling iteration with a reducer over its
-ranks; a Ray service runs the same class in an actor. Control (`TieredIndex`, metadata) and data (`TransferController`,
+ranks; a Ray service runs the same class in an actor. Control (`TieredIndex`, metadata) and data (`Mover`,
 bytes) meet only here.
 """
 
@@ -23,6 +23,7 @@ from hicache_ray.radix.key import Key
 from hicache_ray.rank.audit import PoolLedger, audit
 from hicache_ray.rank.control import carry_out
 from hicache_ray.rank.l3 import PreparedStores, StorageFactory
+from hicache_ray.rank.mover import NO_LOAD, Mover
 from hicache_ray.rank.prefetch import NO_PAGES, Prefetcher, PrefetchPolicy
 from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.request import Forward, Request, check_step
@@ -40,7 +41,6 @@ from hicache_ray.rank.step import (
     StepAnswer,
     StepRequest,
 )
-from hicache_ray.rank.transfers import NO_CONSUMER, TransferController
 from hicache_ray.storage.base import Storage
 
 logger = logging.getLogger("hicache_ray.rank.cache")
@@ -71,7 +71,7 @@ class HiRadixCache:
 
     Args:
         index: the control half.
-        controller: the data half, over pools of the same sizes.
+        mover: the data half, over pools of the same sizes.
         prefetch_policy: when to ask L3 and how long to wait.
         rank: this rank's number in its group.
         generation: number of the group's current incarnation.
@@ -81,7 +81,7 @@ class HiRadixCache:
     def __init__(
         self,
         index: TieredIndex,
-        controller: TransferController,
+        mover: Mover,
         prefetch_policy: PrefetchPolicy,
         *,
         rank: int = 0,
@@ -89,16 +89,16 @@ class HiRadixCache:
         make_storage: StorageFactory | None = None,
     ) -> None:
         self.index = index
-        self.controller = controller
-        self.prefetcher = Prefetcher(index, controller, prefetch_policy)
+        self.mover = mover
+        self.prefetcher = Prefetcher(index, mover, prefetch_policy)
         self.rank = rank
         self.generation = generation
         self.backend_name: str | None = None
-        self.stores = PreparedStores(make_storage, controller.host_pool)
+        self.stores = PreparedStores(make_storage, mover.host_pool)
         self._backend_options: dict[str, Any] = {}
         self._pass_prefix_hashes = False
         self.requests: dict[str, Request] = {}
-        self.forward = Forward((), NO_CONSUMER)
+        self.forward = Forward((), NO_LOAD)
         self.next_step = 0
         self._acknowledged = {"writes": 0, "loads": 0, "backups": 0}
         self._base = self._done()
@@ -159,7 +159,7 @@ class HiRadixCache:
         polled = tuple(self.poll(rid) for rid in request.polls)
         scheduled = tuple(self.schedule(rid) for rid in request.schedules)
         peeked = tuple(self.peek(peek) for peek in request.peeks)
-        consumer = self.controller.carry_out(self.index.transfers.take_issued())
+        consumer = self.mover.begin(self.index.transfers.take_issued())
         running = (self.requests[row.rid] for row in scheduled if row.ok)
         self.forward = Forward(tuple(running), consumer)
         self.next_step += 1
@@ -295,7 +295,7 @@ class HiRadixCache:
         """
         if pass_prefix_hashes is not None:
             self._pass_prefix_hashes = pass_prefix_hashes
-        self.controller.attach(storage, pass_prefix_hashes=self._pass_prefix_hashes)
+        self.mover.attach(storage, pass_prefix_hashes=self._pass_prefix_hashes)
         self.backend_name = name or type(storage).__name__
         self._backend_options = dict(options or {})
         self.index.enable_hashes()
@@ -311,7 +311,7 @@ class HiRadixCache:
     def detach_storage(self) -> bool:
         """Stops using the L3; its operations must have ended. False when a call to it was left behind."""
         self.backend_name, self._backend_options = None, {}
-        return self.controller.detach(self.prefetcher.policy.hard_limit)
+        return self.mover.detach(self.prefetcher.policy.hard_limit)
 
     # -- what a user of one rank may ask -----------------------------------------------------------------------------
 
@@ -333,9 +333,9 @@ class HiRadixCache:
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank under stable names; plain numbers, msgpack-able."""
-        io = self.controller.storage_io
+        io = self.mover.storage_io
         return {
-            "bytes": self.controller.bytes_moved(),
+            "bytes": self.mover.bytes_moved(),
             "index": asdict(self.index.stats),
             "prefetch": dict(self.prefetcher.counts),
             "ledger": {pool: ledger.as_dict() for pool, ledger in self.ledger().items()},
@@ -354,7 +354,7 @@ class HiRadixCache:
 
     def close(self) -> None:
         """Ends the background threads. May be called twice."""
-        self.controller.close()
+        self.mover.close()
         self.stores.close()
 
     def settings(self) -> dict[str, Any]:
@@ -386,8 +386,8 @@ class HiRadixCache:
             timeout_per_page=None if per_token is None else prefetch_timeout_per_page(self.page_size, per_token),
         )
         self._pass_prefix_hashes = policies.get("pass_prefix_keys", self._pass_prefix_hashes)
-        if self.controller.storage_io is not None:
-            self.controller.storage_io.pass_prefix_hashes = self._pass_prefix_hashes
+        if self.mover.storage_io is not None:
+            self.mover.storage_io.pass_prefix_hashes = self._pass_prefix_hashes
 
     def adopt(self, settings: Mapping[str, Any]) -> None:
         """Takes over another rank's `settings`. ValueError when its store can't be had."""
@@ -405,7 +405,7 @@ class HiRadixCache:
         """Applies this rank's own progress, as if all ranks had reached it, and begins nothing new (recovery)."""
         enabled, self.prefetcher.enabled = self.prefetcher.enabled, False
         self._apply_progress(self.collect())
-        self.controller.carry_out(self.index.transfers.take_issued())
+        self.mover.begin(self.index.transfers.take_issued())
         self.prefetcher.enabled = enabled
 
     def replace_index(self, index: TieredIndex) -> None:
@@ -452,11 +452,11 @@ class HiRadixCache:
 
     def _done(self) -> dict[str, int]:
         """Finished transfers of this rank since its process began."""
-        controller = self.controller
+        mover = self.mover
         return {
-            "writes": controller.writes_done,
-            "loads": controller.loads_done,
-            "backups": controller.backups_done,
+            "writes": mover.writes_done,
+            "loads": mover.loads_done,
+            "backups": mover.backups_done,
         }
 
     def _apply_progress(self, agreed: Progress) -> None:
@@ -465,7 +465,7 @@ class HiRadixCache:
         self.index.transfers.acknowledge_loads(agreed.loads - done["loads"])
         self.index.transfers.acknowledge_backups(agreed.backups - done["backups"])
         done.update(writes=agreed.writes, loads=agreed.loads, backups=agreed.backups)
-        io = self.controller.storage_io
+        io = self.mover.storage_io
         if io is not None and self.prefetcher.enabled:
             for write in written:
                 for backup in self.index.transfers.begin_backups(write):

@@ -98,7 +98,7 @@ def _flush(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
 
 def _detach(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
     """Stops using L3; what is in flight ends first (D7). Done when none is attached."""
-    if cache.controller.storage_io is None:
+    if cache.mover.storage_io is None:
         return [DONE, "no storage backend was attached"]
     cache.prefetcher.enabled = False
     cache.prefetcher.cancel_all()
@@ -121,7 +121,7 @@ def _attach(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
     if not isinstance(backend, str):
         raise ValueError(f"backend is {backend!r}; give the name of a storage backend")
     hold = bool(arguments.get("hold", False))
-    if cache.controller.storage_io is None:
+    if cache.mover.storage_io is None:
         cache.attach_backend(backend, arguments.get("options") or {}, ticket=arguments.get("ticket"))
         cache.prefetcher.enabled = not hold
     elif attached != backend:
@@ -146,7 +146,7 @@ def _shown(options: Mapping[str, Any], name: str) -> str:
 def _resume(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
     """Uses the attached backend, which was held back or is being detached, with these policies."""
     policies = checked_policies(arguments)
-    if cache.controller.storage_io is None:
+    if cache.mover.storage_io is None:
         return [REFUSED, "no storage backend is attached any more"]
     cache.prefetcher.enabled = True
     cache.set_policies(policies)
@@ -161,7 +161,7 @@ def _policies(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
 
 def _clear_storage(cache: HiRadixCache, arguments: dict[str, Any]) -> Answer:
     """Drops this model's pages from L3; `everything` drops those of all models."""
-    io = cache.controller.storage_io
+    io = cache.mover.storage_io
     if io is None:
         return [REFUSED, "no storage backend is attached"]
     try:

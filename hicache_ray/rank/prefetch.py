@@ -24,8 +24,8 @@ from hicache_ray.hashing import page_hashes
 from hicache_ray.index import Match, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
+from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.progress import PrefetchProgress
-from hicache_ray.rank.transfers import TransferController
 
 if TYPE_CHECKING:
     from hicache_ray.radix.key import Key
@@ -152,9 +152,9 @@ class Prefetcher:
     False while a store is being detached: then nothing new begins.
     """
 
-    def __init__(self, index: TieredIndex, controller: TransferController, policy: PrefetchPolicy) -> None:
+    def __init__(self, index: TieredIndex, mover: Mover, policy: PrefetchPolicy) -> None:
         self.index = index
-        self.controller = controller
+        self.mover = mover
         self.policy = policy
         self.active: dict[str, Prefetch] = {}
         self.closing: deque[Closing] = deque()
@@ -242,7 +242,7 @@ class Prefetcher:
         return np.concatenate(owned) if owned else np.empty(0, dtype=np.int64)
 
     def _refusal(self, key: Key, match: Match) -> str:
-        if self.controller.storage_io is None or not self.enabled:
+        if self.mover.storage_io is None or not self.enabled:
             return NO_STORAGE
         if match.device_node.parent is not None and not match.device_node.backuped:
             return NOT_BACKED  # what follows a page that no lower tier has could never be reached (case 53)
@@ -252,7 +252,7 @@ class Prefetcher:
 
     def _begin(self, rid: str, key: Key, match: Match) -> None:
         matched = match.device_pages + match.host_pages
-        io = self.controller.storage_io
+        io = self.mover.storage_io
         assert io is not None
         hashes = page_hashes(
             key.units[matched * key.page_bytes :],
@@ -283,14 +283,14 @@ class Prefetcher:
     def _read_or_revoke(self, prefetch: Prefetch, hits: int) -> None:
         worth = self.policy.is_worth(hits) and not faultpoints.fails("alloc.host")
         pages = self.index.allocate_host(hits) if worth else None
-        if pages is None or self.controller.storage_io is None:
+        if pages is None or self.mover.storage_io is None:
             self.counts["revoked"] += 1
             self._end(prefetch, 0)
             return
         prefetch.host_pages = pages
         prefetch.stage = Stage.READING
         self.occupied_pages += hits
-        self.controller.storage_io.read(prefetch)
+        self.mover.storage_io.read(prefetch)
 
     def _end(self, prefetch: Prefetch, completed: int) -> None:
         """Attaches the completed pages; the rest comes back when the read has ended."""

@@ -45,7 +45,7 @@ class Returning:
         for rid in list(cache.requests):
             cache.abort(rid)
         cache.prefetcher.cancel_all()
-        if not cache.controller.settle(timeout):
+        if not cache.mover.settle(timeout):
             raise TimeoutError(f"copies between L1 and L2 did not end within {timeout:g} s")
         while True:
             cache.drain_alone()
@@ -76,14 +76,14 @@ class Returning:
             missing = [page_hash for page_hash in wanted if page_hash not in self._pages]
             if missing and time.monotonic() < deadline:
                 self._fetch(missing, peers)
-        io = self.cache.controller.storage_io
+        io = self.cache.mover.storage_io
         if io is not None and io.storage.given_up:
             raise TimeoutError("a storage call did not return in time and may still write to L2")
         return np.array([page_hash in self._pages for page_hash in catalog.hashes], dtype=np.uint8).tobytes()
 
     def pages(self, hashes: Sequence[bytes]) -> np.ndarray | None:
         """Bytes of pages this rank holds in L2, [n, page_bytes] uint8; None when one is missing."""
-        host = self.cache.controller.host_pool
+        host = self.cache.mover.host_pool
         if any(page_hash not in self._pages for page_hash in hashes):
             return None
         return np.stack([host.read_page(self._pages[page_hash]) for page_hash in hashes])
@@ -113,12 +113,12 @@ class Returning:
             data = peer(hashes)
             if data is not None:
                 for page, content in zip(room.tolist(), data, strict=True):
-                    self.cache.controller.host_pool.write_page(page, content)
+                    self.cache.mover.host_pool.write_page(page, content)
                 return len(hashes)
         return 0
 
     def _from_storage(self, hashes: Sequence[bytes], room: np.ndarray) -> int:
-        io = self.cache.controller.storage_io
+        io = self.cache.mover.storage_io
         if io is None:
             return 0
         return io.storage.load(hashes, room)

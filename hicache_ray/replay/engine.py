@@ -170,7 +170,7 @@ class SyntheticEngine:
     def __init__(self, cache: HiRadixCache, options: Mapping[str, Any]) -> None:
         if options:
             raise ValueError(f"SyntheticEngine takes no options, got {', '.join(options)}")
-        self.pool: DevicePool = cache.controller.device_pool
+        self.pool: DevicePool = cache.mover.device_pool
         self.rank = ALL_RANKS if self.pool.spec.attention == "mla" else cache.rank
         self._chains: dict[str, TokenChain] = {}
 
@@ -201,7 +201,7 @@ class SyntheticEngine:
             self._chains[request.rid] = chain.extended(request.tokens)
         cached, new = self._cached(batch.requests), self._new(batch.requests)
         wrong = torch.zeros(len(cached.numbers), dtype=torch.bool, device=self.pool.device)
-        layer_done = cache.controller.layer_done
+        layer_done = cache.mover.layer_done
         layer_done.set_consumer(batch.consumer)
         for layer in range(self.pool.spec.layers):
             layer_done.wait_until(layer)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache_ray.kernels import host_copy, threads
-from hicache_ray.kernels.base import Run, UnsupportedTransferError, as_given, by_host_address, runs_of
-from hicache_ray.kernels.dispatch import TABLE, operators, transfer
+from hicache_ray.kernels import cpu
+from hicache_ray.kernels.base import CopyRun, UnsupportedCopyError, runs_of
+from hicache_ray.kernels.table import check_copies, copies_between
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
-from tests.kernels_matrix import device_bytes, fill
+from tests.kernels_matrix import CELLS, device_bytes, fill
 
 SPEC = KVSpec.mha(layers=3, heads=2, head_dim=4)
 
@@ -25,7 +25,7 @@ def pages(*numbers: int) -> np.ndarray:
 
 
 def test_table_holds_the_articles_cells() -> None:
-    cells = set(TABLE)
+    cells = set(CELLS)
     kernel, direct = ("layer_first", "page_first", "page_head"), ("layer_first", "page_first_direct")
     for attention in ("mha", "mla"):
         wanted = {("kernel", layout, attention) for layout in kernel} - {("kernel", "page_head", "mla")}
@@ -50,25 +50,24 @@ def test_table_holds_the_articles_cells() -> None:
     ],
 )
 def test_case_59_what_cannot_work_is_refused_with_the_reason(cell: tuple[str, str, str], text: str) -> None:
-    with pytest.raises(UnsupportedTransferError, match=text):
-        operators(*cell)
+    with pytest.raises(UnsupportedCopyError, match=text):
+        check_copies(*cell)
 
 
 def test_ascend_is_refused_at_once_where_no_npu_is() -> None:
-    with pytest.raises(UnsupportedTransferError, match="kernel_ascend needs an Ascend NPU.*use kernel or direct"):
-        transfer("kernel_ascend", "page_first_direct", "mha")
+    with pytest.raises(UnsupportedCopyError, match="kernel_ascend needs an Ascend NPU.*use kernel or direct"):
+        copies_between("kernel_ascend", *pools("page_first_direct"))
 
 
 def test_layer_first_direct_sorts_by_host_address() -> None:
-    device, host = pools("layer_first")
-    plan = operators("direct", "layer_first", "mha").order(device, host, pages(4, 0, 2, 1), pages(3, 5, 2, 0))
+    plan = copies_between("direct", *pools("layer_first")).plan(pages(4, 0, 2, 1), pages(3, 5, 2, 0))
     assert plan.host_pages.tolist() == [0, 2, 3, 5]
     assert plan.device_pages.tolist() == [1, 2, 4, 0]
 
 
 def test_runs_join_neighbours_on_both_sides() -> None:
-    assert runs_of(pages(4, 5, 6, 0, 1), pages(1, 2, 3, 4, 6)) == [Run(4, 1, 3), Run(0, 4, 1), Run(1, 6, 1)]
-    assert runs_of(pages(2, 1), pages(2, 1)) == [Run(2, 2, 1), Run(1, 1, 1)]
+    assert runs_of(pages(4, 5, 6, 0, 1), pages(1, 2, 3, 4, 6)) == [CopyRun(4, 1, 3), CopyRun(0, 4, 1), CopyRun(1, 6, 1)]
+    assert runs_of(pages(2, 1), pages(2, 1)) == [CopyRun(2, 2, 1), CopyRun(1, 1, 1)]
     assert runs_of(pages(), pages()) == []
 
 
@@ -82,31 +81,23 @@ def test_runs_join_neighbours_on_both_sides() -> None:
     ],
 )
 def test_pages_are_checked_before_any_byte_moves(device_pages: np.ndarray, host_pages: np.ndarray, text: str) -> None:
-    device, host = pools()
-    copies = transfer("direct", "page_first", "mha")
-    for order in (as_given, by_host_address):
+    for layout in ("page_first", "layer_first"):
+        device, host = pools(layout)
         with pytest.raises(ValueError, match=text):
-            order(device, host, device_pages, host_pages)
-    with pytest.raises(ValueError, match=text):
-        copies.backup(device, host, device_pages, host_pages)
-    assert not host.buffer.any()
+            copies_between("direct", device, host).plan(device_pages, host_pages)
 
 
 def test_pools_that_do_not_match_are_refused() -> None:
-    device, host = pools()
-    copies = transfer("direct", "page_first", "mha")
-    with pytest.raises(ValueError, match="for host layout page_first, and the pool has layer_first"):
-        copies.backup(device, pools("layer_first")[1], pages(0), pages(0))
     with pytest.raises(ValueError, match="do not hold the same pages"):
-        copies.backup(DevicePool(SPEC, 4, 3), host, pages(0), pages(0))
+        copies_between("direct", DevicePool(SPEC, 4, 3), pools()[1])
 
 
 def test_no_pages_is_no_copy() -> None:
-    for cell in (cell for cell in TABLE if cell[0] != "kernel_ascend" and cell[2] == "mha"):
+    for cell in (cell for cell in CELLS if cell[0] != "kernel_ascend" and cell[2] == "mha"):
         device, host = pools(cell[1])
-        copies = transfer(*cell)
-        copies.backup(device, host, pages(), pages())
-        copies.load_layer(device, host, pages(), pages(), 2)
+        copies = copies_between(cell[0], device, host)
+        copies.backup(copies.plan(pages(), pages()))
+        copies.load_layer(copies.plan(pages(), pages()), 2)
         assert not host.buffer.any()
 
 
@@ -114,7 +105,8 @@ def test_no_pages_is_no_copy() -> None:
 def test_load_touches_its_layer_only(layout: str) -> None:
     device, host = pools(layout)
     host.buffer[:] = 9
-    transfer("direct", layout, "mha").load_layer(device, host, pages(1, 4), pages(0, 2), 1)
+    copies = copies_between("direct", device, host)
+    copies.load_layer(copies.plan(pages(1, 4), pages(0, 2)), 1)
     loaded = device_bytes(device).view(2, 3, 6, -1)
     assert [bool((loaded[:, layer] == 0).all()) for layer in range(3)] == [True, False, True]
     assert [bool((loaded[:, 1, page] == 9).all()) for page in range(6)] == [False, True, False, False, True, False]
@@ -125,10 +117,10 @@ def test_load_touches_its_layer_only(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_shared_copies_round_trip(layout: str, adopted: bool, small_run: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three threads, runs that are cut between them, an engine's own tensors: the same bytes come back."""
-    monkeypatch.setattr(threads, "MIN_BYTES", 1)
-    monkeypatch.setattr(host_copy, "SMALL_RUN", small_run)
-    before = threads.get_copy_threads()
-    threads.set_copy_threads(3)
+    monkeypatch.setattr(cpu, "SHARED_BYTES", 1)
+    monkeypatch.setattr(cpu, "SMALL_RUN", small_run)
+    before = cpu.get_copy_threads()
+    cpu.set_copy_threads(3)
     try:
         device, host = pools(layout, pages=20)
         fill(device, np.random.default_rng(7))
@@ -137,20 +129,21 @@ def test_shared_copies_round_trip(layout: str, adopted: bool, small_run: int, mo
         original = device_bytes(device)
         device_pages = np.concatenate([np.arange(3, 14), pages(0, 19, 1)])
         host_pages = np.concatenate([np.arange(5, 16), pages(3, 0, 17)])
-        prepared = transfer("direct", layout, "mha").prepare(device, host, device_pages, host_pages)
-        prepared.backup()
+        copies = copies_between("direct", device, host)
+        plan = copies.plan(device_pages, host_pages)
+        copies.backup(plan)
         device.poison(device_pages)
         assert not bool((device_bytes(device) == original).all())
         for layer in range(3):
-            prepared.load_layer(layer)
+            copies.load_layer(plan, layer)
         assert bool((device_bytes(device) == original).all())
     finally:
-        threads.set_copy_threads(before)
+        cpu.set_copy_threads(before)
 
 
 def test_error_of_any_share_reaches_the_caller() -> None:
-    before = threads.get_copy_threads()
-    threads.set_copy_threads(2)
+    before = cpu.get_copy_threads()
+    cpu.set_copy_threads(2)
 
     def work(start: int, stop: int) -> None:
         if start:
@@ -158,8 +151,8 @@ def test_error_of_any_share_reaches_the_caller() -> None:
 
     try:
         with pytest.raises(OSError, match="bus error"):
-            threads.in_parallel(work, 10, threads.MIN_BYTES)
+            cpu.share(work, 10, cpu.SHARED_BYTES)
     finally:
-        threads.set_copy_threads(before)
+        cpu.set_copy_threads(before)
     with pytest.raises(ValueError, match="at least 1 thread"):
-        threads.set_copy_threads(0)
+        cpu.set_copy_threads(0)

@@ -7,59 +7,47 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hicache_ray.index import Load, Write
+from hicache_ray.kernels.base import PoolCopies
+from hicache_ray.pools.layer_done import NO_LOAD
 from hicache_ray.rank.l3 import StorageIO
 from hicache_ray.rank.lanes import CopyError, CopyLane, Worker, copy_lane
-
-if TYPE_CHECKING:
-    from hicache_ray.kernels.base import Transfer
-    from hicache_ray.pools.device import DevicePool
-    from hicache_ray.pools.host import HostPool
-    from hicache_ray.storage.base import Storage
-
-NO_CONSUMER = -1
-"""What `carry_out` returns when no load was begun (case 40)."""
+from hicache_ray.storage.base import Storage
 
 
-class TransferController:
+class Mover:
     """Copies between L1 and L2 and, while a store is attached, between L2 and L3.
 
     Args:
-        device_pool: L1.
-        host_pool: L2.
-        transfer: the copy functions for this pair of pools.
+        copies: those between L1 and L2.
         copy_timeout: seconds a blocking write may take before it counts as a failed copy.
         lanes, workers, storage_io: make the lanes, threads and L3 calls; tests give ones that they advance themselves.
     """
 
     def __init__(
         self,
-        device_pool: DevicePool,
-        host_pool: HostPool,
-        transfer: Transfer,
+        copies: PoolCopies,
         copy_timeout: float,
         *,
         lanes: Callable[[torch.device, str], CopyLane] = copy_lane,
         workers: Callable[[str], Worker] = Worker,
         storage_io: Callable[..., StorageIO] = StorageIO,
     ) -> None:
-        self.device_pool = device_pool
-        self.host_pool = host_pool
-        self.transfer = transfer
+        self.copies = copies
+        self.device_pool, self.host_pool = copies.device_pool, copies.host_pool
         self.copy_timeout = copy_timeout
         self.storage_io: StorageIO | None = None
-        self.layer_done = device_pool.layer_done
+        self.layer_done = self.device_pool.layer_done
         self.bytes: Counter[str] = Counter()
         self.retired: Counter[str] = Counter()
         self._retired_backups = 0
         self._workers, self._storage_io = workers, storage_io
-        self._write_lane = lanes(device_pool.device, "l1-write")
-        self._load_lane = lanes(device_pool.device, "l1-load")
+        self._write_lane = lanes(self.device_pool.device, "l1-write")
+        self._load_lane = lanes(self.device_pool.device, "l1-load")
 
     @property
     def writes_done(self) -> int:
@@ -76,7 +64,7 @@ class TransferController:
         """L2 -> L3 backups that have ended, cumulative over all stores attached so far, in issue order."""
         return self._retired_backups + (self.storage_io.backups_done if self.storage_io else 0)
 
-    def carry_out(self, transfers: Sequence[Write | Load]) -> int:
+    def begin(self, transfers: Sequence[Write | Load]) -> int:
         """Begins the transfers; returns the consumer index a forward pass waits with, -1 when nothing is loaded.
 
         Writes come first: a blocking one (write_back eviction) reads L1 pages that the loads may reuse, so it has
@@ -86,7 +74,7 @@ class TransferController:
             if isinstance(write, Write):
                 self._write(write)
         loads = [load for load in transfers if isinstance(load, Load)]
-        return self._load(loads) if loads else NO_CONSUMER
+        return self._load(loads) if loads else NO_LOAD
 
     def attach(self, storage: Storage, *, pass_prefix_hashes: bool = False) -> None:
         """Begin to use a store; RuntimeError while one is attached."""
@@ -124,9 +112,8 @@ class TransferController:
 
     def _write(self, write: Write) -> None:
         device_pages, host_pages = write.device_pages, write.host_pages
-        self._write_lane.submit(
-            lambda: self.transfer.backup(self.device_pool, self.host_pool, device_pages, host_pages)
-        )
+        copies = self.copies
+        self._write_lane.submit(lambda: copies.backup(copies.plan(device_pages, host_pages)))
         self.bytes["l1_to_l2"] += len(device_pages) * self.host_pool.page_bytes
         if write.blocking and not self._write_lane.wait(self.copy_timeout):
             raise CopyError(f"a write of {len(device_pages)} pages to L2 did not end within {self.copy_timeout:g} s")
@@ -139,9 +126,9 @@ class TransferController:
 
         def copy() -> None:
             try:
-                prepared = self.transfer.prepare(self.device_pool, self.host_pool, device_pages, host_pages)
+                plan = self.copies.plan(device_pages, host_pages)
                 for layer in layers:
-                    prepared.load_layer(layer)
+                    self.copies.load_layer(plan, layer)
                     self.layer_done.complete(producer, layer)
             except Exception as error:
                 self.layer_done.fail(producer, error)
