@@ -50,7 +50,8 @@ INDEX, LOCAL, RAY = "index", "local", "ray"
 BAR_STEPS = 200
 """Times that a progress bar is brought up to date in the course of a run."""
 
-Run = tuple[dict[str, Any], ReplayReport]
+SweptRun = tuple[dict[str, Any], ReplayReport]
+"""The swept values, and what came of them."""
 
 _TYPES: Mapping[str, click.ParamType[Any]] = {
     "tp_size": PROCESSES,
@@ -156,7 +157,7 @@ def run_replay(
         )
 
 
-def _runs(source: str, mode: str, options: Mapping[str, Any], console: Console) -> tuple[list[Run], list[str]]:
+def _runs(source: str, mode: str, options: Mapping[str, Any], console: Console) -> tuple[list[SweptRun], list[str]]:
     """All runs of the command, everything that can be checked being checked before the first begins."""
     workload, settings, sweeps = _prepare(source, options)
     combined = list(combinations(settings, sweeps))
@@ -210,7 +211,7 @@ def _mode(index_only: bool, local: bool) -> str:
     return INDEX if index_only else LOCAL if local else RAY
 
 
-def _show(console: Console, runs: Sequence[Run], swept: Sequence[str]) -> None:
+def _show(console: Console, runs: Sequence[SweptRun], swept: Sequence[str]) -> None:
     if swept:
         console.print(sweep_table(swept, runs))
         return
@@ -218,7 +219,7 @@ def _show(console: Console, runs: Sequence[Run], swept: Sequence[str]) -> None:
         console.print(table)
 
 
-def _document(runs: Sequence[Run], swept: Sequence[str]) -> dict[str, Any]:
+def _document(runs: Sequence[SweptRun], swept: Sequence[str]) -> dict[str, Any]:
     if not swept:
         return runs[0][1].as_dict()
     return {"sweep": list(swept), "runs": [{"values": values, **report.as_dict()} for values, report in runs]}

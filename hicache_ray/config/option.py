@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import re
@@ -27,8 +28,7 @@ class Option:
         help: one sentence: what it sets, in which unit.
         alias: a shorter name, taken wherever the full one is; "" for none.
         choices: the valid values, where they are few; a function where more of them may be registered.
-        minimum, maximum: inclusive bounds of a number.
-        above: exclusive lower bound of a number.
+        minimum, above: lower bound of a number, inclusive or exclusive.
         name, types, default: of the field; `type(None)` is among the types where it may be unset.
     """
 
@@ -36,7 +36,6 @@ class Option:
     alias: str = ""
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     minimum: float | None = None
-    maximum: float | None = None
     above: float | None = None
     name: str = ""
     types: tuple[type, ...] = ()
@@ -52,8 +51,9 @@ class Option:
         """The valid values in words, for messages and documentation; "" where the type says it all."""
         if self.choices:
             return "one of " + ", ".join(self.known)
-        bounds = {"above": self.above, "at least": self.minimum, "at most": self.maximum}
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        if self.above is not None:
+            return f"above {self.above:g}"
+        return "" if self.minimum is None else f"at least {self.minimum:g}"
 
     @property
     def flags(self) -> list[str]:
@@ -81,11 +81,11 @@ class Option:
             raise ConfigError(f"{name} is {value!r}; give a finite number")
         if self.choices and value not in self.known:
             raise ConfigError(f"{name} is {value!r}; use {self.values}")
-        if isinstance(value, int | float) and not self._has_within(value):
+        if isinstance(value, int | float) and self._is_below(value):
             raise ConfigError(f"{name} is {value!r}; it must be {self.values}")
         return value
 
-    def read(self, text: str, given: str = "") -> Any:
+    def read(self, text: str) -> Any:
         """A value from a command line or a text file, not yet checked; ConfigError where it is not of the type."""
         if type(None) in self.types and text.lower() in ("", "none", "null"):
             return None
@@ -96,14 +96,10 @@ class Option:
                 return parse_bool(text)
             return int(text) if int in self.types else float(text)
         except ValueError:
-            raise ConfigError(f"{given or self.name} is {text!r}; give {_type_names(self.types)}") from None
+            raise ConfigError(f"{self.name} is {text!r}; give {_type_names(self.types)}") from None
 
-    def _has_within(self, value: float) -> bool:
-        return not (
-            (self.above is not None and value <= self.above)
-            or (self.minimum is not None and value < self.minimum)
-            or (self.maximum is not None and value > self.maximum)
-        )
+    def _is_below(self, value: float) -> bool:
+        return (self.above is not None and value <= self.above) or (self.minimum is not None and value < self.minimum)
 
 
 def option(default: Any, help: str, **described: Any) -> Any:
@@ -113,6 +109,12 @@ def option(default: Any, help: str, **described: Any) -> Any:
 
 def options_of(owner: type[Any]) -> dict[str, Option]:
     """The options among a dataclass's fields by full name, in the order of declaration."""
+    found: dict[str, Option] = _options_of(owner)  # type: ignore[arg-type]  # classes are hashable
+    return found
+
+
+@functools.cache
+def _options_of(owner: type[Any]) -> dict[str, Option]:
     hints = get_type_hints(owner)
     return {
         entry.name: dataclasses.replace(

@@ -59,9 +59,9 @@ def adjust(options: Options, capabilities: Capabilities) -> tuple[Options, list[
         options = dataclasses.replace(options, device=_found_device(capabilities))
     adjustments: list[Adjustment] = []
     for rule in _RULES:
-        changes = list(rule(options, capabilities))
-        options = dataclasses.replace(options, **{change.name: change.new for change in changes})
-        adjustments += changes
+        if changes := list(rule(options, capabilities)):
+            options = dataclasses.replace(options, **{change.name: change.new for change in changes})
+            adjustments += changes
     return options, adjustments
 
 

@@ -1,7 +1,4 @@
-"""Several runs in one command: every combination of some options' values.
-
-A sweep as a picture: hit rates as lines over a swept number, or as bars where only names were swept.
-"""
+"""Several runs in one command: every combination of some options' values, and the picture of their hit rates."""
 
 from __future__ import annotations
 
@@ -94,7 +91,11 @@ def check_plot(path: Path) -> None:
 
 
 def plot_sweep(path: Path, runs: Runs, title: str) -> None:
-    """Draws block hit rates of a sweep; OSError when the file can't be written."""
+    """Draws the block hit rates of a sweep: lines over a swept number, bars where only names were swept.
+
+    Raises:
+        OSError: the file can't be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
