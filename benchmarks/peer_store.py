@@ -24,14 +24,6 @@ class BufferPool:
         self.segments: npt.NDArray[np.uint8] = np.empty((pages, segments, page_bytes // segments), np.uint8)
         self.segments[:] = 1
 
-    def get_page_buffer_meta(self, slots: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-        """Addresses and sizes of the segments of whole pages."""
-        segments = self.segments.shape[1]
-        size = self.page_bytes // segments
-        first = self.segments.ctypes.data + slots[::PAGE_SIZE] // PAGE_SIZE * self.page_bytes
-        pointers = (first[:, None] + np.arange(segments) * size).reshape(-1).tolist()
-        return pointers, [size] * len(pointers)
-
 
 def hashes_of(keys: Sequence[str]) -> list[bytes]:
     """The page hashes of SGLang's keys."""

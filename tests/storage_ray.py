@@ -29,9 +29,6 @@ class ArrayHostPool:
         self.page_bytes = page_bytes
         self.segments = np.zeros((pages, 2, page_bytes // 2), np.uint8)
 
-    def get_page_buffer_meta(self, slots: np.ndarray) -> tuple[list[int], list[int]]:
-        raise NotImplementedError("the Ray backend copies through `segments`")
-
 
 class Client:
     """A backend with a host pool of 2 * `pages` pages: the first half is stored from, the second read into."""

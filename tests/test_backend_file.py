@@ -19,7 +19,7 @@ from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import Storage
 from hicache_ray.storage.file import format as file_format
 from hicache_ray.storage.file import space as file_space
-from hicache_ray.storage.file.format import HEADER
+from hicache_ray.storage.file.format import PAGE_HEADER
 from hicache_ray.storage.file.storage import FileStorage
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
@@ -28,7 +28,7 @@ from hicache_ray.testing.suite import storage_suite
 from hicache_ray.testing.suite_base import eventually, identity_of, page_names
 
 SHAPE = PageShape("mha", "page_first", page_size=4, layers=2, token_bytes=64)
-FILE_BYTES = SHAPE.page_bytes + HEADER.size
+FILE_BYTES = SHAPE.page_bytes + PAGE_HEADER.size
 
 
 class FileSubject(StorageSubject):
@@ -38,7 +38,7 @@ class FileSubject(StorageSubject):
         super().__init__("file", {"directory": "{folder}/pages", "min_free_bytes": 0, **extra}, label)
 
     def make_small(self, folder: Path, identity: ModelIdentity, page_bytes: int) -> tuple[Storage, int]:
-        return self.make(folder, identity, max_bytes=16 * (page_bytes + HEADER.size)), 16
+        return self.make(folder, identity, max_bytes=16 * (page_bytes + PAGE_HEADER.size)), 16
 
     def damage(self, damage: Damage, storage: Storage, page_hash: bytes, folder: Path) -> None:
         assert isinstance(storage, FileStorage)

@@ -1,4 +1,4 @@
-"""The deadline guard and the helper threads, beyond what the suite asks of every backend."""
+"""The deadline guard, beyond what the suite asks of every backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.pools.slots import Pages
 from hicache_ray.storage.base import PageContext, Storage, StorageConfig
-from hicache_ray.storage.file.task_pool import TaskPool
 from hicache_ray.storage.guard import MAX_GIVEN_UP, GuardedStorage
 from hicache_ray.testing.host_pages import NumpyHostPages
 from hicache_ray.testing.suite_base import eventually, page_names
@@ -142,49 +141,3 @@ def test_clear_and_close_end_too() -> None:
     eventually(lambda: guard.given_up == 0, "close did not return")
     with pytest.raises(RuntimeError, match="closed"):
         guard.lookup(NAMES)
-
-
-class TestTaskPool:
-    """Helpers that never die and never hold up a caller."""
-
-    def test_results_are_in_order(self) -> None:
-        pool = TaskPool("test", 3)
-        assert pool.map(lambda item: item * item, range(100)) == [item * item for item in range(100)]
-        assert pool.map(str, []) == [] and pool.map(str, [1]) == ["1"]
-        pool.close()
-        eventually(lambda: pool.alive == 0, "the threads go on after close")
-
-    def test_an_error_is_raised_when_all_items_have_ended(self) -> None:
-        pool = TaskPool("test", 3)
-        ended: list[int] = []
-
-        def item(number: int) -> None:
-            if number == 2:
-                raise ValueError("item 2")
-            ended.append(number)
-
-        for _ in range(5):
-            ended.clear()
-            with pytest.raises(ValueError, match="item 2"):
-                pool.map(item, range(8))
-            assert sorted(ended) == [0, 1, 3, 4, 5, 6, 7]
-        assert pool.alive == 3
-        pool.close()
-
-    def test_a_call_ends_while_all_threads_are_stuck_in_another(self) -> None:
-        pool = TaskPool("test", 2)
-        gate, stuck = threading.Event(), threading.Semaphore(0)
-
-        def hang(item: int) -> bool:
-            stuck.release()
-            return gate.wait(60)
-
-        other = threading.Thread(target=pool.map, args=(hang, range(3)))
-        other.start()
-        for _ in range(3):
-            assert stuck.acquire(timeout=60)
-        assert pool.map(lambda item: item, range(10)) == list(range(10))
-        gate.set()
-        other.join(60)
-        assert not other.is_alive()
-        pool.close()

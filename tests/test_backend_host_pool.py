@@ -12,14 +12,14 @@ from hicache_ray.hashing import ModelIdentity
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.slots import slots_of
 from hicache_ray.pools.spec import KVSpec
-from hicache_ray.storage.base import HostPages, memory_span, page_rows
-from hicache_ray.testing.host_pages import LAYOUTS
+from hicache_ray.storage.host_pages import HostPages, memory_span, page_addresses, page_runs
+from hicache_ray.testing.host_pages import LAYOUTS_OF
 from hicache_ray.testing.suite_base import page_names
 from tests.test_backend_dynamic import SGLangSubject, SqliteSubject
 from tests.test_backend_file import FileSubject
 
 SPECS = {"mha": KVSpec.mha(3, 2, 4, "float16"), "mla": KVSpec.mla(3, 6, 2, "float16")}
-KINDS = [(attention, layout) for attention in LAYOUTS for layout in LAYOUTS[attention]]
+KINDS = [(attention, layout) for attention in LAYOUTS_OF for layout in LAYOUTS_OF[attention]]
 PAGES = 8
 
 
@@ -38,8 +38,10 @@ def test_addresses_and_views_name_the_same_bytes(attention: str, layout: str) ->
     assert isinstance(pool, HostPages)
     for page in range(PAGES):
         pointers, sizes = pool.get_page_buffer_meta(slots_of(np.array([page]), 2))
+        assert page_addresses(pool.segments, np.array([page])).reshape(-1).tolist() == pointers
+        assert set(sizes) == {pool.segments.shape[-1]}
         by_address = b"".join(ctypes.string_at(p, s) for p, s in zip(pointers, sizes, strict=True))
-        assert by_address == b"".join(page_rows(pool.segments, page)) == pool.read_page(page).tobytes()
+        assert by_address == b"".join(page_runs(pool.segments, page)) == pool.read_page(page).tobytes()
     span = memory_span(pool.segments)
     assert (span.address, span.nbytes) == (pool.buffer.ctypes.data, pool.buffer.nbytes)
 

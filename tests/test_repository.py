@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "hicache_ray"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"radix", "hashing", "config", "deadline", "faultpoints"},
+    {"radix", "hashing", "config", "deadline", "faultpoints", "threads"},
     {"pools"},
     {"index"},
     {"kernels"},

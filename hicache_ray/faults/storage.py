@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hicache_ray.pools.slots import Pages
-from hicache_ray.storage.base import HostPages, PageContext, Storage, StorageStats
+from hicache_ray.storage.base import PageContext, Storage, StorageStats
+from hicache_ray.storage.host_pages import HostPages
 
 
 class Fault(enum.Enum):

@@ -22,7 +22,6 @@ from hicache_ray.index.integrity import check_index
 from hicache_ray.radix.key import Key
 from hicache_ray.rank.audit import PoolLedger, audit
 from hicache_ray.rank.control import carry_out
-from hicache_ray.rank.l3 import PreparedStores, StorageFactory
 from hicache_ray.rank.mover import NO_LOAD, Mover
 from hicache_ray.rank.prefetch import NO_PAGES, Prefetcher, PrefetchPolicy
 from hicache_ray.rank.progress import Progress
@@ -42,6 +41,7 @@ from hicache_ray.rank.step import (
     StepRequest,
 )
 from hicache_ray.storage.base import Storage
+from hicache_ray.storage.prepared import PreparedStores, StorageFactory
 
 logger = logging.getLogger("hicache_ray.rank.cache")
 

@@ -1,40 +1,33 @@
-"""L2 <-> L3 on background threads: asking the store, reading pages into L2, backing pages up (article 2.2, 2.4).
+"""L2 <-> L3 on background threads: asking the store, reading pages into L2, backing pages up.
 
 Three workers, one for each kind, so that a slow write never delays a lookup. Operations are page lists; every one ends,
 whatever the store does: what failed is a miss.
-
-Storage backends made ahead of the step that begins to use them, so that a slow start holds no step up.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicache_ray.pools.slots import Pages
 from hicache_ray.rank.lanes import Worker
-from hicache_ray.storage.base import HostPages, PageContext, Storage
+from hicache_ray.storage.base import PageContext, Storage
 from hicache_ray.storage.guard import GuardedStorage
-from hicache_ray.storage.registry import BackendError
+from hicache_ray.storage.host_pages import HostPages
 
 if TYPE_CHECKING:
     from hicache_ray.index import Backup
-    from hicache_ray.pools.slots import Pages
     from hicache_ray.rank.prefetch import Prefetch
-
-
-logger = logging.getLogger("hicache_ray.rank.l3")
 
 MAX_UNSTORED = 1 << 16
 """Most failed page hashes that are remembered."""
 
 BATCH_PAGES = 128
-"""Most pages one storage call moves (article 2.2)."""
+"""Most pages one storage call moves. No backend is asked for more, so none has to cut."""
 
 
 class StorageIO:
@@ -205,78 +198,3 @@ class _Ended:
 def _batches(count: int) -> Iterator[tuple[int, int]]:
     for start in range(0, count, BATCH_PAGES):
         yield start, min(start + BATCH_PAGES, count)
-
-
-KEPT_SECONDS = 600.0
-"""How long a backend waits to be used. Whoever asked for it has long given up by then, or died."""
-
-StorageFactory = Callable[[str, Mapping[str, Any]], Storage]
-
-
-class _Waiting(NamedTuple):
-    storage: Storage
-    name: str
-    since: float
-
-
-class PreparedStores:
-    """Makes backends by name and options and keeps those that were prepared, by ticket. Thread-safe.
-
-    Args:
-        make: makes a backend; None where none can be made.
-        host_pool: L2, which a backend may have to register before it can work.
-        clock: seconds.
-    """
-
-    def __init__(
-        self, make: StorageFactory | None, host_pool: HostPages, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._make = make
-        self._host_pool = host_pool
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._waiting: dict[str, _Waiting] = {}
-
-    def prepare(self, ticket: str, name: str, options: Mapping[str, Any]) -> None:
-        """Makes a backend and keeps it for `take`. BackendError, whatever went wrong with it; nothing is kept then."""
-        storage = self._made(name, options)
-        now = self._clock()
-        with self._lock:
-            old = [key for key, waiting in self._waiting.items() if now - waiting.since > KEPT_SECONDS]
-            dropped = [self._waiting.pop(key).storage for key in old]
-            self._waiting[ticket] = _Waiting(storage, name, now)
-        for unused in dropped:
-            unused.close()
-
-    def take(self, name: str, options: Mapping[str, Any], ticket: str | None = None) -> Storage:
-        """The backend of that ticket, or a new one where none was prepared. BackendError when it can't be had."""
-        with self._lock:
-            waiting = self._waiting.pop(ticket, None) if ticket is not None else None
-        return waiting.storage if waiting is not None and waiting.name == name else self._made(name, options)
-
-    def discard(self, ticket: str) -> None:
-        """Closes a prepared backend; nothing happens when there is none of that ticket."""
-        with self._lock:
-            waiting = self._waiting.pop(ticket, None)
-        if waiting is not None:
-            waiting.storage.close()
-
-    def close(self) -> None:
-        """Closes what was prepared and never used. May be called twice."""
-        with self._lock:
-            unused, self._waiting = list(self._waiting.values()), {}
-        for waiting in unused:
-            waiting.storage.close()
-
-    def _made(self, name: str, options: Mapping[str, Any]) -> Storage:
-        if self._make is None:
-            raise BackendError("this rank was assembled without a way to make storage backends")
-        try:
-            storage = self._make(name, options)
-            storage.register_host_pool(self._host_pool)
-        except BackendError:
-            raise
-        except Exception as error:  # a backend raises what it likes, and the rank has to live on
-            logger.warning("storage backend %s can't be started", name, exc_info=True)
-            raise BackendError(f"storage backend {name!r} can't be started: {error}") from error
-        return storage

@@ -10,49 +10,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
-from hicache_ray.hashing import storage_key
+from hicache_ray.hashing import ModelIdentity, storage_key
 from hicache_ray.pools.slots import Pages
-
-if TYPE_CHECKING:
-    from hicache_ray.hashing import ModelIdentity
-
-
-Bytes = npt.NDArray[np.uint8]
-
-DEFAULT_TIMEOUT_SECONDS = 5.0
-"""Bound of one storage call when the configuration names none."""
-
-
-@runtime_checkable
-class HostPages(Protocol):
-    """What a backend sees of the host pool (L2). `pools.HostPool` is one; any object with these members will do."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-
-    @property
-    def pages(self) -> int:
-        """Pages in the pool."""
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page, over all its segments."""
-
-    @property
-    def segments(self) -> Bytes:
-        """The pool's memory as a view [pages, ..., segment_bytes]: `segments[p]` is page p, its segments in the order
-        of `get_page_buffer_meta`. Only the last axis has to be contiguous. Writing to it writes the pool."""
-
-    def get_page_buffer_meta(self, slots: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-        """Addresses and sizes (bytes) of the segments of the pages that hold `slots` (case 54); ValueError when
-        `slots` is not whole pages."""
+from hicache_ray.storage.host_pages import Bytes, HostPages
 
 
 @dataclass(frozen=True)
@@ -69,7 +33,7 @@ class StorageConfig:
 
     identity: ModelIdentity
     extra: Mapping[str, Any] = field(default_factory=dict)
-    timeout: float = DEFAULT_TIMEOUT_SECONDS
+    timeout: float = 5.0
     is_writer: bool = True
 
 
@@ -272,37 +236,3 @@ def leading(flags: Iterable[bool]) -> int:
             break
         count += 1
     return count
-
-
-class Span(NamedTuple):
-    """A range of addresses of this process."""
-
-    address: int
-    nbytes: int
-
-
-def page_rows(segments: Bytes, page: int) -> list[memoryview]:
-    """The contiguous runs of a page in segment order; writing to them writes the pool."""
-    view = segments[page]
-    if view.flags.c_contiguous:
-        return [memoryview(view.reshape(-1))]
-    return [memoryview(view[index]) for index in np.ndindex(view.shape[:-1])]
-
-
-def memory_span(segments: Bytes) -> Span:
-    """The smallest span that holds all pages: the pool's buffer, for registering it with a transport."""
-    last = sum((count - 1) * stride for count, stride in zip(segments.shape, segments.strides, strict=True))
-    if segments.size == 0 or any(stride < 0 for stride in segments.strides):
-        raise ValueError(f"segments of shape {segments.shape} and strides {segments.strides} are no memory to register")
-    return Span(segments.ctypes.data, last + segments.itemsize)
-
-
-CHECKSUM_BYTES = 8
-
-
-def page_checksum(key: str, rows: Iterable[memoryview]) -> int:
-    """xxh3_64 over the storage key, then the page's segments in order: a page under another key does not fit."""
-    digest = xxhash.xxh3_64(key.encode())
-    for row in rows:
-        digest.update(row)
-    return digest.intdigest()

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache_ray.pools.slots import Pages
-from hicache_ray.storage.base import Bytes
+from hicache_ray.storage.host_pages import Bytes
 
-LAYOUTS = {
+LAYOUTS_OF = {
     "mha": ("layer_first", "page_first", "page_first_direct", "page_head"),
     "mla": ("layer_first", "page_first", "page_first_direct"),
 }
@@ -27,7 +26,7 @@ class PageShape:
 
     Attributes:
         attention: `"mha"` (K and V) or `"mla"` (one latent).
-        layout: byte order of the pool's memory, one of `LAYOUTS[attention]`.
+        layout: byte order of the pool's memory, one of `LAYOUTS_OF[attention]`.
         page_size: tokens a page.
         layers: layers held.
         token_bytes: bytes of one token's K (or latent) in one layer; a multiple of `heads`.
@@ -78,22 +77,6 @@ class NumpyHostPages:
         if self.layout == "layer_first":
             return self.buffer.reshape(parts, self.shape.layers, self.pages, size).transpose(2, 1, 0, 3)
         return self.buffer.reshape(parts, self.pages, size).transpose(1, 0, 2)
-
-    def get_page_buffer_meta(self, slots: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-        """Addresses and sizes of the segments of the pages of `slots` (case 54); ValueError for part of a page."""
-        first = np.asarray(slots, dtype=np.int64)[:: self.page_size]
-        if len(slots) % self.page_size or np.any(first % self.page_size):
-            raise ValueError(f"{len(slots)} slots are not whole pages of {self.page_size} tokens")
-        base, strides = self.buffer.ctypes.data, self.segments.strides
-        within = np.zeros((), dtype=np.int64)
-        for count, stride in zip(self.segments.shape[1:-1], strides[1:-1], strict=True):
-            within = np.add.outer(within, np.arange(count) * stride)
-        addresses = np.add.outer(base + first // self.page_size * strides[0], within.reshape(-1))
-        return addresses.reshape(-1).tolist(), [self.shape.segment_bytes] * addresses.size
-
-    def slots(self, pages: Pages | Sequence[int]) -> npt.NDArray[np.int64]:
-        """Token slots [len(pages) * page_size] of page numbers."""
-        return (np.asarray(pages, dtype=np.int64)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
     def read(self, page: int) -> Bytes:
         """A copy [page_bytes] of a page, its segments one after the other."""

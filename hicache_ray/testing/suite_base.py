@@ -13,11 +13,11 @@ import pytest
 
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import Storage
-from hicache_ray.testing.host_pages import LAYOUTS, NumpyHostPages, PageShape
+from hicache_ray.testing.host_pages import LAYOUTS_OF, NumpyHostPages, PageShape
 from hicache_ray.testing.subject import StorageSubject, Unsupported
 from hicache_ray.testing.suite_table import SuiteTable
 
-SHAPES = [PageShape(attention, layout) for attention in LAYOUTS for layout in LAYOUTS[attention]]
+SHAPES = [PageShape(attention, layout) for attention in LAYOUTS_OF for layout in LAYOUTS_OF[attention]]
 BIG = PageShape("mha", "page_first", page_size=16, layers=4, token_bytes=1024)
 """128 KiB a page."""
 
@@ -114,7 +114,7 @@ class SuiteBase:
             subject.close(storage)
 
 
-def in_parallel(functions: list[Callable[[], Any]]) -> list[Any]:
+def at_once(functions: list[Callable[[], Any]]) -> list[Any]:
     """Results of the functions, each on its own thread, begun together; raises what one of them raised."""
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []

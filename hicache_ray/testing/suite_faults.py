@@ -21,9 +21,9 @@ from hicache_ray.testing.host_pages import NumpyHostPages
 from hicache_ray.testing.subject import Damage, StorageSubject, Unsupported
 from hicache_ray.testing.suite_base import BIG, MakeStorage, SuiteBase, eventually, page_names
 
-COUNT = 4
-NAMES = page_names(COUNT, seed=21)
-UNSTORED = page_names(COUNT, seed=22)
+PAGE_COUNT = 4
+NAMES = page_names(PAGE_COUNT, seed=21)
+UNSTORED = page_names(PAGE_COUNT, seed=22)
 MISSES = [fault for fault in Fault if fault not in (Fault.SLOW, Fault.FLIPPED_BYTE)]
 SHORT_SECONDS, OUTAGE_SECONDS, LONG_SECONDS = 0.3, 2.0, 60.0
 """Deadlines for calls that hang, for calls to a store that is away, and for those that must not be given up."""
@@ -51,9 +51,9 @@ class Guarded:
         self.clock = ManualClock()
         self.faulty = FaultyStorage(storage)
         self.guard = GuardedStorage(self.faulty, clock=self.clock)
-        self.source, self.target = np.arange(COUNT), np.arange(COUNT, 2 * COUNT)
-        pool.fill(np.arange(COUNT), 1)
-        assert self.guard.store(NAMES, self.source) == COUNT
+        self.source, self.target = np.arange(PAGE_COUNT), np.arange(PAGE_COUNT, 2 * PAGE_COUNT)
+        pool.fill(np.arange(PAGE_COUNT), 1)
+        assert self.guard.store(NAMES, self.source) == PAGE_COUNT
 
     def inject(self, fault: Fault, *names: str, delay: float = 0.0) -> None:
         """Make these calls fail, all when none is named; the deadline is short where they hang."""
@@ -68,8 +68,8 @@ class Guarded:
             STORE: lambda: self.guard.store(NAMES, self.source),
         }
         count = ask[name]()
-        assert isinstance(count, int) and 0 <= count <= COUNT
-        return count == COUNT
+        assert isinstance(count, int) and 0 <= count <= PAGE_COUNT
+        return count == PAGE_COUNT
 
     def assert_well(self) -> None:
         """Everything works, and nothing was left behind."""
@@ -78,8 +78,8 @@ class Guarded:
         eventually(lambda: self.guard.given_up == 0, "a call that was given up has not returned")
         assert self.guard.held_pages.size == 0
         assert all(self.call(name) for name in (STORE, LOOKUP, LOAD))
-        for page in range(COUNT):
-            assert np.array_equal(self.pool.read(page), self.pool.read(page + COUNT))
+        for page in range(PAGE_COUNT):
+            assert np.array_equal(self.pool.read(page), self.pool.read(page + PAGE_COUNT))
         assert not any(breaker.is_open for breaker in self.guard.breakers.values())
 
 
@@ -89,7 +89,7 @@ class FaultTests(SuiteBase):
     @pytest.fixture
     def guarded(self, make: MakeStorage) -> Iterator[Guarded]:
         """A guarded backend, healed in the end."""
-        guarded = Guarded(*make(BIG, pages=2 * COUNT))
+        guarded = Guarded(*make(BIG, pages=2 * PAGE_COUNT))
         yield guarded
         guarded.faulty.heal()
 
@@ -176,14 +176,14 @@ class DamageTests(SuiteBase):
         self, make: MakeStorage, subject: StorageSubject, tmp_path: Path, damage: Damage
     ) -> None:
         """The pages before it are read; it can be stored again, and is then right (D6)."""
-        storage, pool = make(BIG, pages=2 * COUNT)
+        storage, pool = make(BIG, pages=2 * PAGE_COUNT)
         guarded = Guarded(storage, pool)
         try:
             subject.damage(damage, storage, NAMES[2], tmp_path)
         except Unsupported as reason:
             pytest.skip(str(reason))
         assert guarded.guard.load(NAMES, guarded.target) == 2, f"a page damaged by {damage.value} was taken for good"
-        assert all(np.array_equal(pool.read(page), pool.read(page + COUNT)) for page in range(2))
+        assert all(np.array_equal(pool.read(page), pool.read(page + PAGE_COUNT)) for page in range(2))
         corrupt = guarded.guard.get_stats().corrupt
         assert corrupt == 1 if damage in (Damage.FLIPPED_BYTE, Damage.ANOTHER_PAGE) else corrupt <= 1
         guarded.assert_well()
@@ -197,7 +197,7 @@ class OutageTests(SuiteBase):
         self, make: MakeStorage, subject: StorageSubject, tmp_path: Path, outage: str
     ) -> None:
         """Misses while it is away; then pages are stored and read again, by the same backend."""
-        storage, pool = make(BIG, pages=2 * COUNT, timeout=OUTAGE_SECONDS)
+        storage, pool = make(BIG, pages=2 * PAGE_COUNT, timeout=OUTAGE_SECONDS)
         guarded = Guarded(storage, pool)
         guarded.guard.timeout = OUTAGE_SECONDS
         begin, end = {
@@ -226,11 +226,11 @@ class OutageTests(SuiteBase):
             guarded.clock.now += 60
             stored = guarded.guard.store(UNSTORED, guarded.source)
             read = guarded.guard.load(UNSTORED, guarded.target)
-            return stored == read == COUNT
+            return stored == read == PAGE_COUNT
 
         eventually(works, "the store came back and is not used again", seconds=LONG_SECONDS)
-        for page in range(COUNT):
-            assert np.array_equal(guarded.pool.read(page), guarded.pool.read(page + COUNT))
+        for page in range(PAGE_COUNT):
+            assert np.array_equal(guarded.pool.read(page), guarded.pool.read(page + PAGE_COUNT))
         eventually(lambda: guarded.guard.given_up == 0, "a call that was given up has not returned")
         assert guarded.guard.held_pages.size == 0
 

@@ -18,9 +18,9 @@ from hicache_ray.testing.suite_base import (
     SHAPES,
     MakeStorage,
     SuiteBase,
+    at_once,
     eventually,
     identity_of,
-    in_parallel,
     page_names,
 )
 
@@ -207,7 +207,7 @@ class ConcurrencyTests(SuiteBase):
         def write(writer: int) -> int:
             return (one, two)[writer % 2].store(names, pages[writer])
 
-        answers = in_parallel([partial(write, writer) for writer in range(4)])
+        answers = at_once([partial(write, writer) for writer in range(4)])
         flags = [one.load([name], np.array([40 + page])) == 1 for page, name in enumerate(names)]
         if contents == 1:
             assert answers == [8] * 4 and all(flags)
@@ -235,7 +235,7 @@ class ConcurrencyTests(SuiteBase):
         def look_up() -> bool:
             return all(0 <= storage.lookup(names) <= 32 for _ in range(20))
 
-        assert all(in_parallel([write, write, lambda: read(40), lambda: read(50), look_up, look_up]))
+        assert all(at_once([write, write, lambda: read(40), lambda: read(50), look_up, look_up]))
         assert storage.lookup(names) == 32
 
     def test_more_pages_than_room(self, subject: StorageSubject, tmp_path: Path) -> None:

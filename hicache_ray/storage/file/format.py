@@ -13,10 +13,10 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hicache_ray.storage.base import page_checksum
+from hicache_ray.storage.host_pages import page_checksum
 
-MAGIC = b"HICPAGE1"
-HEADER = struct.Struct("<8sQQ")
+PAGE_MAGIC = b"HICPAGE1"
+PAGE_HEADER = struct.Struct("<8sQQ")
 MAX_BUFFERS = 1024
 """Buffers one readv or writev takes on Linux (IOV_MAX)."""
 
@@ -61,14 +61,14 @@ class PageFile(NamedTuple):
 
 def file_bytes(page_bytes: int, framed: bool) -> int:
     """Bytes of the file of a page of `page_bytes`."""
-    return page_bytes + (HEADER.size if framed else 0)
+    return page_bytes + (PAGE_HEADER.size if framed else 0)
 
 
 def write_page_file(page: PageFile, path: str, *, fsync: bool = False) -> None:
     """Write the page to a new file `path`, whole or with an OSError."""
     buffers = page.rows
     if page.framed:
-        header = HEADER.pack(MAGIC, page.page_bytes, page_checksum(page.key, page.rows))
+        header = PAGE_HEADER.pack(PAGE_MAGIC, page.page_bytes, page_checksum(page.key, page.rows))
         buffers = [memoryview(header), *page.rows]
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -101,10 +101,10 @@ def read_page_file(page: PageFile, stamp: int) -> PageRead:
 def _read_rows(page: PageFile, descriptor: int) -> bool:
     if not page.framed:
         return _transfer(read_buffers, descriptor, page.rows) == page.page_bytes
-    header = bytearray(HEADER.size)
+    header = bytearray(PAGE_HEADER.size)
     if _transfer(read_buffers, descriptor, [memoryview(header), *page.rows]) != page.file_bytes:
         return False
-    return HEADER.unpack(header) == (MAGIC, page.page_bytes, page_checksum(page.key, page.rows))
+    return PAGE_HEADER.unpack(header) == (PAGE_MAGIC, page.page_bytes, page_checksum(page.key, page.rows))
 
 
 def _set_time(descriptor: int, stamp: int) -> None:

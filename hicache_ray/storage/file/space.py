@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 logger = logging.getLogger("hicache_ray.storage")
 
-SUFFIXES = (".page", ".bin")
+PAGE_SUFFIXES = (".page", ".bin")
 USAGE_NAME, WRITING_NAME = ".usage", ".writing"
 
 
@@ -218,7 +218,7 @@ def _page_files(root: Path) -> Iterator[tuple[str, int, int]]:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(name)
-                elif entry.name.endswith(SUFFIXES):
+                elif entry.name.endswith(PAGE_SUFFIXES):
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat()
                         yield name, status.st_mtime_ns, status.st_size

@@ -19,12 +19,13 @@ import numpy as np
 from hicache_ray import faultpoints
 from hicache_ray.hashing import sglang_file_key
 from hicache_ray.pools.slots import Pages
-from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading, page_rows
+from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
 from hicache_ray.storage.file.format import PageFile, PageRead, file_bytes, read_page_file, write_page_file
 from hicache_ray.storage.file.space import FileSpace, SpaceLimits
-from hicache_ray.storage.file.task_pool import TaskPool
+from hicache_ray.storage.host_pages import page_runs
 from hicache_ray.storage.options import KEY_STYLES, read_bool, read_choice, read_count, read_size, refuse_unknown
 from hicache_ray.storage.registry import BackendError
+from hicache_ray.threads import HelperThreads
 
 logger = logging.getLogger("hicache_ray.storage")
 
@@ -96,7 +97,7 @@ class FileStorage(Storage):
             )
         except OSError as error:
             raise BackendError(f"storage backend 'file' can't use its folder: {error}") from error
-        self._pool = TaskPool("file", self.options.threads)
+        self._helpers = HelperThreads("hicache-file", self.options.threads)
         self._serial = 0
         self._serial_lock = threading.Lock()
         self._closed = False
@@ -150,7 +151,7 @@ class FileStorage(Storage):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._pool.close()
+            self._helpers.close()
             self.space.close()
 
     def _is_own(self, name: str, pattern: str) -> bool:
@@ -180,7 +181,7 @@ class FileStorage(Storage):
         segments, framed = self.pool_for(hashes, pages).segments, self.options.key_style == "full"
         files = []
         for page_hash, page in zip(hashes, pages.tolist(), strict=True):
-            rows = page_rows(segments, page)
+            rows = page_runs(segments, page)
             if not framed and self.config.identity.attention == "mha" and len(rows) > 2:
                 rows = rows[0::2] + rows[1::2]  # SGLang's files hold all K, then all V.
             files.append(PageFile(self._path(self.file_name(page_hash)), self.storage_key(page_hash), rows, framed))
@@ -200,7 +201,7 @@ class FileStorage(Storage):
                 first_failure = min(first_failure, index)
             return ok
 
-        hits = leading(self._pool.map(read, range(len(pages))))
+        hits = leading(self._helpers.map(read, range(len(pages))))
         self.space.used([self._name(page.path) for page in pages[:hits]], stamps[:hits])
         return hits
 
@@ -237,7 +238,7 @@ class FileStorage(Storage):
 
     def _write_reserved(self, pages: Sequence[PageFile]) -> int:
         stamps = self.space.stamps(len(pages))
-        temporary = self._pool.map(lambda item: self._write_one(*item), list(zip(pages, stamps, strict=True)))
+        temporary = self._helpers.map(lambda item: self._write_one(*item), list(zip(pages, stamps, strict=True)))
         stored = 0
         # The contents are written in parallel, the names given in order: no page is seen before its parent.
         for page, path in zip(pages, temporary, strict=True):

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.base import Span
 from hicache_ray.storage.breaker import Breaker
+from hicache_ray.storage.host_pages import Span
 from hicache_ray.storage.mooncake.options import MooncakeOptions
 from hicache_ray.storage.registry import BackendError
 

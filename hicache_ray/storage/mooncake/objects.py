@@ -14,8 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from hicache_ray.hashing import ModelIdentity, sglang_mooncake_keys, storage_key
-from hicache_ray.pools.slots import Pages, slots_of
-from hicache_ray.storage.base import CHECKSUM_BYTES, HostPages, Span, memory_span, page_checksum, page_rows
+from hicache_ray.pools.slots import Pages
+from hicache_ray.storage.host_pages import (
+    CHECKSUM_BYTES,
+    HostPages,
+    Span,
+    memory_span,
+    page_addresses,
+    page_checksum,
+    page_runs,
+)
 from hicache_ray.storage.registry import BackendError
 
 NO_SPACE = -200
@@ -27,8 +35,8 @@ LEASE_EXPIRED = -707
 GONE = -712
 
 
-class Answer(enum.Enum):
-    """An answer's meaning."""
+class Outcome(enum.Enum):
+    """What became of a page."""
 
     OK = "ok"
     MISSING = "missing"
@@ -44,33 +52,32 @@ class Answer(enum.Enum):
 
 
 _READS = {
-    NOT_FOUND: Answer.MISSING,
-    NOT_READY: Answer.MISSING,
-    GONE: Answer.MISSING,
-    TOO_SMALL: Answer.CORRUPT,
-    LEASE_EXPIRED: Answer.AGAIN,
+    NOT_FOUND: Outcome.MISSING,
+    NOT_READY: Outcome.MISSING,
+    GONE: Outcome.MISSING,
+    TOO_SMALL: Outcome.CORRUPT,
+    LEASE_EXPIRED: Outcome.AGAIN,
 }
-_WRITES = {0: Answer.OK, EXISTS: Answer.OK, NO_SPACE: Answer.FULL}
+_WRITES = {0: Outcome.OK, EXISTS: Outcome.OK, NO_SPACE: Outcome.FULL}
 
 
-def read_answer(code: int, expected: int) -> Answer:
+def read_answer(code: int, expected: int) -> Outcome:
     """Meaning of `batch_get_into`'s number for an object: its bytes (`expected` of them are wanted) or an error."""
     if code == expected:
-        return Answer.OK
-    return Answer.CORRUPT if code >= 0 else _READS.get(code, Answer.FAILED)
+        return Outcome.OK
+    return Outcome.CORRUPT if code >= 0 else _READS.get(code, Outcome.FAILED)
 
 
-def write_answer(code: int) -> Answer:
+def write_answer(code: int) -> Outcome:
     """Meaning of `batch_put_from`'s number for an object. OK is said too when another client is just writing it."""
-    return _WRITES.get(code, Answer.FAILED)
+    return _WRITES.get(code, Outcome.FAILED)
 
 
-BATCH_PAGES = 128
 MAX_PIECES = 1024
 """Runs of memory in one call: the TCP transport refuses more than 2,048 under way."""
 
-MAX_BATCHES = 32
-"""Batches under way at once, those given up included, that checksums have room for."""
+MAX_CALLS = 32
+"""Calls under way at once, those given up included, that checksums have room for."""
 
 
 class ObjectStyle(Protocol):
@@ -93,10 +100,10 @@ class ObjectStyle(Protocol):
     def batches(self, count: int, pool: HostPages) -> Iterator[tuple[int, int]]:
         """Bounds of the calls that `count` pages take."""
 
-    def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
+    def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
         """Read pages into the pool."""
 
-    def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
+    def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
         """Store pages of the pool."""
 
 
@@ -107,8 +114,8 @@ class FullObjects:
         self.last_code = 0
         self._digest = identity.digest
         self._tag = f"{tag}_" if tag else ""
-        self._sums = np.zeros((MAX_BATCHES, BATCH_PAGES), dtype="<u8")
-        self._free = list(range(MAX_BATCHES))
+        self._sums = np.zeros((MAX_CALLS, MAX_PIECES // 2), dtype="<u8")
+        self._free = list(range(MAX_CALLS))
         self._lock = threading.Lock()
 
     def keys(self, page_hash: bytes) -> list[str]:
@@ -130,7 +137,7 @@ class FullObjects:
         """See ObjectStyle."""
         return _batches(count, int(np.prod(pool.segments.shape[1:-1])) + 1)
 
-    def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
+    def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
         """See ObjectStyle; a page whose checksum does not fit is CORRUPT."""
         keys = [self.keys(page_hash)[0] for page_hash in hashes]
         row = self._take()
@@ -140,22 +147,22 @@ class FullObjects:
             answers = [read_answer(code, sum(size)) for code, size in zip(codes, sizes, strict=True)]
             self._note(codes)
             for position, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
-                if answers[position] is Answer.OK:
-                    good = page_checksum(key, page_rows(pool.segments, page)) == self._sums[row, position]
-                    answers[position] = Answer.OK if good else Answer.CORRUPT
-                elif answers[position] is Answer.FAILED and self._has_another_length(store, key, sum(sizes[position])):
-                    answers[position] = Answer.CORRUPT
+                if answers[position] is Outcome.OK:
+                    good = page_checksum(key, page_runs(pool.segments, page)) == self._sums[row, position]
+                    answers[position] = Outcome.OK if good else Outcome.CORRUPT
+                elif answers[position] is Outcome.FAILED and self._has_another_length(store, key, sum(sizes[position])):
+                    answers[position] = Outcome.CORRUPT
             return answers
         finally:
             self._give_back(row)
 
-    def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
+    def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
         """See ObjectStyle."""
         keys = [self.keys(page_hash)[0] for page_hash in hashes]
         row = self._take()
         try:
             for position, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
-                self._sums[row, position] = page_checksum(key, page_rows(pool.segments, page))
+                self._sums[row, position] = page_checksum(key, page_runs(pool.segments, page))
             codes = store.batch_put_from_multi_buffers(keys, *self._pieces(pages, pool, row))
             self._note(codes)
             return [write_answer(code) for code in codes]
@@ -163,12 +170,11 @@ class FullObjects:
             self._give_back(row)
 
     def _pieces(self, pages: Pages, pool: HostPages, row: int) -> tuple[list[list[int]], list[list[int]]]:
-        pointers, lengths = pool.get_page_buffer_meta(slots_of(pages, pool.page_size))
-        step = len(pointers) // len(pages)
-        first, width = self._sums[row].ctypes.data, CHECKSUM_BYTES
-        starts = range(0, len(pointers), step)
-        addresses = [[*pointers[s : s + step], first + width * i] for i, s in enumerate(starts)]
-        return addresses, [[*lengths[s : s + step], width] for s in starts]
+        """Addresses and sizes of each page's segments, those of its checksum behind them."""
+        segments = page_addresses(pool.segments, pages)
+        checksums = self._sums[row].ctypes.data + CHECKSUM_BYTES * np.arange(len(pages))
+        sizes = [*[pool.segments.shape[-1]] * segments.shape[1], CHECKSUM_BYTES]
+        return np.column_stack([segments, checksums]).tolist(), [sizes] * len(pages)
 
     @staticmethod
     def _has_another_length(store: Any, key: str, expected: int) -> bool:
@@ -179,7 +185,7 @@ class FullObjects:
     def _take(self) -> int:
         with self._lock:
             if not self._free:
-                raise RuntimeError(f"more than {MAX_BATCHES} Mooncake calls are under way")
+                raise RuntimeError(f"more than {MAX_CALLS} Mooncake calls are under way")
             return self._free.pop()
 
     def _give_back(self, row: int) -> None:
@@ -227,30 +233,31 @@ class SGLangObjects:
         """See ObjectStyle."""
         return _batches(count, self._parts)
 
-    def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
+    def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
         """See ObjectStyle."""
         keys, pointers, sizes = self._pieces(hashes, pages, pool)
         codes = store.batch_get_into(keys, pointers, sizes)
         return self._folded(codes, [read_answer(code, size) for code, size in zip(codes, sizes, strict=True)])
 
-    def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Answer]:
+    def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
         """See ObjectStyle."""
         codes = store.batch_put_from(*self._pieces(hashes, pages, pool))
         return self._folded(codes, [write_answer(code) for code in codes])
 
     def _pieces(self, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> tuple[list[str], list[int], list[int]]:
-        pointers, sizes = pool.get_page_buffer_meta(slots_of(pages, pool.page_size))
-        return [key for page_hash in hashes for key in self.keys(page_hash)], pointers, sizes
+        addresses = page_addresses(pool.segments, pages).reshape(-1).tolist()
+        keys = [key for page_hash in hashes for key in self.keys(page_hash)]
+        return keys, addresses, [pool.segments.shape[-1]] * len(addresses)
 
-    def _folded(self, codes: Sequence[int], answers: Sequence[Answer]) -> list[Answer]:
+    def _folded(self, codes: Sequence[int], answers: Sequence[Outcome]) -> list[Outcome]:
         """A page is what the first of its components is that is not OK (case 12)."""
         self.last_code = next((code for code in codes if code < 0), self.last_code)
         starts = range(0, len(answers), self._parts)
         pages = [answers[start : start + self._parts] for start in starts]
-        return [next((answer for answer in page if answer is not Answer.OK), Answer.OK) for page in pages]
+        return [next((answer for answer in page if answer is not Outcome.OK), Outcome.OK) for page in pages]
 
 
 def _batches(count: int, pieces: int) -> Iterator[tuple[int, int]]:
-    step = max(1, min(BATCH_PAGES, MAX_PIECES // pieces))
+    step = max(1, MAX_PIECES // pieces)
     for start in range(0, count, step):
         yield start, min(start + step, count)

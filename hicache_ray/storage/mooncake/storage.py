@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hicache_ray.pools.slots import Pages
-from hicache_ray.storage.base import HostPages, PageContext, Storage, StorageConfig, leading, memory_span
+from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
+from hicache_ray.storage.host_pages import HostPages, memory_span
 from hicache_ray.storage.mooncake.client import MooncakeConnection, StoreAway
-from hicache_ray.storage.mooncake.objects import Answer, FullObjects, ObjectStyle, SGLangObjects
+from hicache_ray.storage.mooncake.objects import FullObjects, ObjectStyle, Outcome, SGLangObjects
 from hicache_ray.storage.mooncake.options import MooncakeOptions
 
 logger = logging.getLogger("hicache_ray.storage")
@@ -106,22 +107,22 @@ class MooncakeStorage(Storage):
         for start, stop in self.objects.batches(len(hashes), self.host_pool):
             answers = self._read(store, hashes[start:stop], pages[start:stop])
             for position, answer in enumerate(answers):
-                if answer is Answer.CORRUPT:
+                if answer is Outcome.CORRUPT:
                     self.counters.add(corrupt=1)
                     self._remove(store, hashes[start + position])
-                if answer is not Answer.OK:
+                if answer is not Outcome.OK:
                     return start + position
         return len(hashes)
 
-    def _read(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> list[Answer]:
+    def _read(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> list[Outcome]:
         assert self.host_pool is not None
         answers = self.objects.read(store, hashes, pages, self.host_pool)
-        expired = [position for position, answer in enumerate(answers) if answer is Answer.AGAIN]
+        expired = [position for position, answer in enumerate(answers) if answer is Outcome.AGAIN]
         if expired:
             again = self.objects.read(store, [hashes[i] for i in expired], pages[expired], self.host_pool)
             for position, answer in zip(expired, again, strict=True):
                 answers[position] = answer
-        if Answer.FAILED in answers:
+        if Outcome.FAILED in answers:
             self._failed("get", self.objects.last_code)
         return answers
 
@@ -146,9 +147,9 @@ class MooncakeStorage(Storage):
         """Store pages that are not there; how many are, from the first on."""
         assert self.host_pool is not None
         answers = self.objects.write(store, hashes, pages, self.host_pool)
-        if Answer.FAILED in answers:
+        if Outcome.FAILED in answers:
             self._failed("put", self.objects.last_code)
-        taken = [position for position, answer in enumerate(answers) if answer is Answer.OK]
+        taken = [position for position, answer in enumerate(answers) if answer is Outcome.OK]
         # The store says yes too to an object that another client is just writing.
         there = self._wait_until_present(store, [hashes[i] for i in taken])
         whole = {position for position, ok in zip(taken, there, strict=True) if ok}

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_ray.storage.base import HostPages, PageContext, StorageConfig, memory_span
+from hicache_ray.pools.slots import pages_of
+from hicache_ray.storage.base import PageContext, StorageConfig
+from hicache_ray.storage.host_pages import HostPages, memory_span, page_addresses
 
 
 @dataclass
@@ -84,8 +86,11 @@ class SGLangHostPool:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        """Addresses and sizes of the segments of whole pages, given by their token indices (case 54)."""
-        return self._pool.get_page_buffer_meta(np.asarray(indices, dtype=np.int64))
+        """Addresses and sizes of the segments of whole pages, given by their token indices (case 54); ValueError for
+        indices that are no whole pages."""
+        segments = self._pool.segments
+        addresses = page_addresses(segments, pages_of(indices, self.page_size)).reshape(-1).tolist()
+        return addresses, [segments.shape[-1]] * len(addresses)
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         """A copy of the page that begins at token `index`: its segments one after the other [page_bytes]."""

@@ -19,17 +19,8 @@ import numpy as np
 import torch
 
 from hicache_ray.pools.slots import Pages, slots_of
-from hicache_ray.storage.base import (
-    CHECKSUM_BYTES,
-    Bytes,
-    HostPages,
-    PageContext,
-    Storage,
-    StorageConfig,
-    leading,
-    page_checksum,
-    page_rows,
-)
+from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
+from hicache_ray.storage.host_pages import CHECKSUM_BYTES, Bytes, HostPages, page_checksum, page_runs
 from hicache_ray.storage.options import KEY_STYLES, read_bool, read_choice
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.storage.sglang.contract import SGLangExtraInfo, SGLangHostPool, SGLangStorageConfig
@@ -249,7 +240,7 @@ class ZeroCopyPath:
         sums = tensors_as_bytes(self._ask("batch_get", names, targets), done)
         answers: list[bool | None] = [False] * len(keys)
         for position, stored in enumerate(sums):
-            expected = packed_sum(keys[position], page_rows(self.pool.segments, int(pages[position])))
+            expected = packed_sum(keys[position], page_runs(self.pool.segments, int(pages[position])))
             answers[position] = (stored is not None and stored.tobytes() == expected) or None
         return answers
 
@@ -260,7 +251,7 @@ class ZeroCopyPath:
             return stored
         names = [key + SUM_SUFFIX for key in keys[:stored]]
         sums = [
-            torch.frombuffer(bytearray(packed_sum(key, page_rows(self.pool.segments, page))), dtype=torch.uint8)
+            torch.frombuffer(bytearray(packed_sum(key, page_runs(self.pool.segments, page))), dtype=torch.uint8)
             for key, page in zip(keys[:stored], pages[:stored].tolist(), strict=True)
         ]
         return stored if self._ask("batch_set", names, sums) is True else 0

@@ -1,4 +1,4 @@
-"""A few daemon threads that share the pages of one call."""
+"""Threads that help a caller through a list."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-logger = logging.getLogger("hicache_ray.storage")
+logger = logging.getLogger("hicache_ray.threads")
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
-class TaskPool:
-    """Threads that help callers through their lists.
+class HelperThreads:
+    """Daemon threads that share a caller's list with it. Thread-safe: several callers may have lists at a time.
 
     A caller works on its own list too, so a call ends even while every thread is stuck in someone else's. The threads
-    are daemons: a store that hangs does not keep the process from ending.
+    are daemons: one that hangs, in a store or a disk, does not keep the process from ending.
     """
 
     def __init__(self, name: str, threads: int) -> None:
+        """Start `threads` threads; with 0 each caller works alone."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"hicache-{name}-{i}", daemon=True) for i in range(threads)
-        ]
+        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
@@ -35,11 +34,9 @@ class TaskPool:
         """Threads that run; all of them until `close`."""
         return sum(thread.is_alive() for thread in self._threads)
 
-    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """`function` of each item, results in order; items begin in order. Returns when no call is under way any more,
         then raises the first error, if there was one."""
-        if len(items) < 2:
-            return [function(item) for item in items]
         work = _Work(function, items)
         for _ in range(min(len(self._threads), len(items) - 1)):
             self._jobs.put(work.run)
@@ -56,18 +53,18 @@ class TaskPool:
             try:
                 job()
             except Exception:
-                logger.exception("a storage helper thread failed on a job; it goes on with the next")
+                logger.exception("a helper thread failed on a job; it goes on with the next")
             del job
 
 
-class _Work(Generic[Item, Result]):
+class _Work(Generic[_Item, _Result]):
     """One list: whoever is free takes the next item; ended when every item is."""
 
-    def __init__(self, function: Callable[[Item], Result], items: Sequence[Item]) -> None:
+    def __init__(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> None:
         self._function = function
         self._items = items
         self._next = itertools.count()
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, _Result] = {}
         self._errors: dict[int, Exception] = {}
         self._left = len(items)
         self._changed = threading.Condition()
@@ -84,7 +81,7 @@ class _Work(Generic[Item, Result]):
                 if not self._left:
                     self._changed.notify_all()
 
-    def results(self) -> list[Result]:
+    def results(self) -> list[_Result]:
         """Wait for the items that others took."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left)
