@@ -22,9 +22,9 @@ from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
 from hicache_ray.rank.cache import HiRadixCache
-from hicache_ray.rank.l3 import StorageIO
+from hicache_ray.rank.l3 import Fetch, StorageIO
 from hicache_ray.rank.mover import Mover
-from hicache_ray.rank.prefetch import Prefetch, PrefetchPolicy
+from hicache_ray.rank.prefetch import PrefetchPolicy
 from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.request import Request
 from hicache_ray.rank.step import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest, differences
@@ -47,12 +47,12 @@ class RacingIO(StorageIO):
 
     chance = random.Random(1)
 
-    def _read(self, prefetch: Prefetch) -> None:
-        cancelled = prefetch.cancelled
+    def _read(self, fetch: Fetch) -> None:
+        cancelled = fetch.cancelled
         if self.chance.random() < 0.5:
-            prefetch.cancelled = False
-        super()._read(prefetch)
-        prefetch.cancelled = cancelled
+            fetch.cancelled = False
+        super()._read(fetch)
+        fetch.cancelled = cancelled
 
 
 class FaultyStore(PageStorage):

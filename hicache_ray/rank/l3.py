@@ -9,25 +9,50 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from hicache_ray.index import Backup
 from hicache_ray.pools.slots import Pages
 from hicache_ray.rank.lanes import Worker
 from hicache_ray.storage.base import PageContext, Storage
 from hicache_ray.storage.guard import GuardedStorage
 from hicache_ray.storage.host_pages import HostPages
 
-if TYPE_CHECKING:
-    from hicache_ray.index import Backup
-    from hicache_ray.rank.prefetch import Prefetch
-
-MAX_UNSTORED = 1 << 16
-"""Most failed page hashes that are remembered."""
-
 BATCH_PAGES = 128
 """Most pages one storage call moves. No backend is asked for more, so none has to cut."""
+
+_MAX_UNSTORED = 1 << 16
+"""Most failed page hashes that are remembered."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Fetch:
+    """Pages that are asked of the store, then read; the control thread sets some fields, the IO threads the others.
+
+    Attributes:
+        hashes: of the pages asked for, in order.
+        prefix_hashes: of the pages before them, where the store is told.
+        host_pages: reserved L2 pages, one per hit, owned by this fetch from `read` until `read_ended`.
+        cancelled: set to have no further batch begin.
+        query_done, hit_pages: whether the query has ended, and how many leading pages the store has.
+        completed_pages: leading pages that have been read; grows.
+        read_ended: nothing touches the host pages any more.
+    """
+
+    hashes: Sequence[bytes]
+    prefix_hashes: Sequence[bytes] = ()
+    host_pages: Pages = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    cancelled: bool = False
+    query_done: bool = False
+    hit_pages: int = 0
+    completed_pages: int = 0
+    read_ended: bool = False
+
+    def end_read(self) -> None:
+        """Sets `read_ended`. Called once, by whichever thread was the last to touch the host pages."""
+        self.read_ended = True
 
 
 class StorageIO:
@@ -63,16 +88,13 @@ class StorageIO:
         """The threads, for health checks."""
         return (self._query_worker, self._read_worker, self._write_worker)
 
-    def query(self, prefetch: Prefetch) -> None:
+    def query(self, fetch: Fetch) -> None:
         """Find out how many leading pages the store has; sets `hit_pages`, then `query_done`, whatever happens."""
-        self._query_worker.submit("query", lambda: self._query(prefetch))
+        self._query_worker.submit("query", lambda: self._query(fetch))
 
-    def read(self, prefetch: Prefetch) -> None:
-        """Read the hit pages into `prefetch.host_pages`, in order; grows `completed_pages`, at last sets `read_ended`.
-
-        After `read_ended` nothing touches the host pages any more.
-        """
-        self._read_worker.submit("read", lambda: self._read(prefetch))
+    def read(self, fetch: Fetch) -> None:
+        """Read the hit pages into `host_pages`, in order; grows `completed_pages`, at last sets `read_ended`."""
+        self._read_worker.submit("read", lambda: self._read(fetch))
 
     def backup(self, backup: Backup) -> None:
         """Store the pages of a backup; counted in `backups_done` when it has ended."""
@@ -95,34 +117,34 @@ class StorageIO:
             self.storage.close()
         return ended
 
-    def _query(self, prefetch: Prefetch) -> None:
+    def _query(self, fetch: Fetch) -> None:
         try:
-            hashes = prefetch.hashes
+            hashes = fetch.hashes
             for start, stop in _batches(len(hashes)):
-                if prefetch.cancelled:
+                if fetch.cancelled:
                     break
-                context = self._context(prefetch.prefix_hashes, hashes, start)
-                prefetch.hit_pages = start + self.storage.lookup(hashes[start:stop], context)
-                if prefetch.hit_pages < stop:
+                context = self._context(fetch.prefix_hashes, hashes, start)
+                fetch.hit_pages = start + self.storage.lookup(hashes[start:stop], context)
+                if fetch.hit_pages < stop:
                     break
         finally:
-            prefetch.query_done = True
+            fetch.query_done = True
 
-    def _read(self, prefetch: Prefetch) -> None:
+    def _read(self, fetch: Fetch) -> None:
         try:
-            hashes, pages = prefetch.hashes, prefetch.host_pages
+            hashes, pages = fetch.hashes, fetch.host_pages
             for start, stop in _batches(len(pages)):
-                if prefetch.cancelled:
+                if fetch.cancelled:
                     break
-                context = self._context(prefetch.prefix_hashes, hashes, start)
+                context = self._context(fetch.prefix_hashes, hashes, start)
                 done = self.storage.load(hashes[start:stop], pages[start:stop], context)
-                prefetch.completed_pages = start + done
+                fetch.completed_pages = start + done
                 self._count("l3_to_l2", done)
                 if done < stop - start:
                     self._count("l3_lost", 1)
                     break
         finally:
-            self.storage.when_returned(prefetch.host_pages, prefetch.end_read)
+            self.storage.when_returned(fetch.host_pages, fetch.end_read)
 
     def _backup(self, backup: Backup, ended: _Ended) -> None:
         """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (12, 30).
@@ -170,7 +192,7 @@ class StorageIO:
                 self._unstored.pop(page_hash, None)
             for page_hash in hashes[stored:]:
                 self._unstored[page_hash] = None
-            while len(self._unstored) > MAX_UNSTORED:
+            while len(self._unstored) > _MAX_UNSTORED:
                 self._unstored.popitem(last=False)
         if stored < len(hashes):
             self._count("l3_backup_failed", len(hashes) - stored)

@@ -14,8 +14,8 @@ import enum
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,13 +24,9 @@ from hicache_ray.hashing import page_hashes
 from hicache_ray.index import Match, TieredIndex
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
+from hicache_ray.rank.l3 import Fetch
 from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.progress import PrefetchProgress
-
-if TYPE_CHECKING:
-    from hicache_ray.radix.key import Key
-    from hicache_ray.radix.node import Node
-
 
 NO_PAGES = np.empty(0, dtype=np.int64)
 
@@ -43,37 +39,25 @@ class Stage(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass(eq=False)
-class Prefetch:
-    """State of one prefetch on one rank."""
+@dataclass(eq=False, kw_only=True)
+class Prefetch(Fetch):
+    """State of one prefetch on one rank; its inherited half is shared with the IO threads.
+
+    Attributes:
+        rid, key: of the request.
+        anchor: deepest node with a host copy when it began; its host copy is protected until the end.
+        anchor_pages: depth in pages at which the prefetched pages begin.
+        polled: the scheduler asks for this request now.
+    """
 
     rid: str
     key: Key
     anchor: Node
-    """Deepest node with a host copy when it began; its host copy is protected until the end."""
     anchor_pages: int
-    """Depth in pages at which the prefetched pages begin."""
-    hashes: tuple[bytes, ...]
-    """Hashes of the pages asked for, in order."""
-    prefix_hashes: tuple[bytes, ...]
     issued_at: float
     stage: Stage = Stage.QUERYING
-    host_pages: np.ndarray = field(default_factory=lambda: NO_PAGES)
-    """Reserved L2 pages, one per hit, owned by this prefetch from READING until its read has ended."""
     polled: bool = False
-    """The scheduler asks for this request now."""
     attached_pages: int = 0
-    # Written by the IO threads:
-    query_done: bool = False
-    hit_pages: int = 0
-    completed_pages: int = 0
-    read_ended: bool = False
-    # Read by the IO threads:
-    cancelled: bool = False
-
-    def end_read(self) -> None:
-        """Nothing touches the host pages any more. Called once, by whichever thread was the last to."""
-        self.read_ended = True
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hicache_ray.config.extra import PREFETCH_KEYS
 from hicache_ray.config.option import SIZE_FORMS, parse_bool, parse_size
 from hicache_ray.storage.registry import BackendError
 
-SHARED_OPTIONS = frozenset(
-    {
-        "backend_name",
-        "hicache_storage_pass_prefix_keys",
-        "interface_v1",
-        "prefetch_threshold",
-        "prefetch_timeout_base",
-        "prefetch_timeout_per_ki_token",
-    }
-)
+SHARED_OPTIONS = frozenset({"backend_name", "interface_v1", *PREFETCH_KEYS})
 """Names in the extra config that the cache itself reads; every backend lets them pass."""
 
 KEY_STYLES = ("full", "sglang")
 """Storage keys with the whole model identity, or exactly SGLang's (to share a store with it; cases 9, 10)."""
+
+
+Reader = Callable[[str, Any], Any]
+"""Reads the value of the option of that name; BackendError when it does not fit."""
+
+
+def read_options(backend: str, extra: Mapping[str, Any], readers: Mapping[str, Reader]) -> dict[str, Any]:
+    """The options that `extra` gives, read; those that are None are left out.
+
+    Raises:
+        BackendError: a value that does not fit, or an option that neither the backend nor the cache knows: a typing
+            error would otherwise silently leave a default in force.
+    """
+    unknown = sorted(set(extra) - set(readers) - SHARED_OPTIONS)
+    if unknown:
+        raise BackendError(
+            f"storage backend {backend!r} has no option {', '.join(map(repr, unknown))}; it has "
+            f"{', '.join(sorted(readers))}"
+        )
+    return {name: read(name, extra[name]) for name, read in readers.items() if extra.get(name) is not None}
+
+
+def read_text(name: str, value: Any) -> str:
+    """The value as text, without blanks around it."""
+    return str(value).strip()
 
 
 def read_size(name: str, value: Any, *, kilo: int = 1000) -> int:
@@ -51,20 +68,20 @@ def read_count(name: str, value: Any, minimum: int = 1) -> int:
     return count
 
 
+def read_seconds(name: str, value: Any) -> float:
+    """A number of seconds above 0, also as text; BackendError for anything else."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not seconds > 0:
+        raise BackendError(f"{name} is {value!r}; use a number of seconds above 0")
+    return seconds
+
+
 def read_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     """`value` when it is one of the choices; BackendError, with the choices, when not."""
     known = tuple(choices)
     if value not in known:
         raise BackendError(f"{name} is {value!r}; use one of {', '.join(known)}")
     return str(value)
-
-
-def refuse_unknown(backend: str, extra: Mapping[str, Any], known: Iterable[str]) -> None:
-    """BackendError when `extra` has an option that neither the backend nor the cache knows: a typing error would
-    otherwise silently leave a default in force."""
-    names = sorted(known)
-    unknown = sorted(set(extra) - set(names) - SHARED_OPTIONS)
-    if unknown:
-        raise BackendError(
-            f"storage backend {backend!r} has no option {', '.join(map(repr, unknown))}; it has {', '.join(names)}"
-        )

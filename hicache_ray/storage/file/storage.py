@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,15 @@ from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leadin
 from hicache_ray.storage.file.format import PageFile, PageRead, file_bytes, read_page_file, write_page_file
 from hicache_ray.storage.file.space import FileSpace, SpaceLimits
 from hicache_ray.storage.host_pages import page_runs
-from hicache_ray.storage.options import KEY_STYLES, read_bool, read_choice, read_count, read_size, refuse_unknown
+from hicache_ray.storage.options import (
+    KEY_STYLES,
+    Reader,
+    read_bool,
+    read_choice,
+    read_count,
+    read_options,
+    read_size,
+)
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.threads import HelperThreads
 
@@ -31,8 +40,6 @@ logger = logging.getLogger("hicache_ray.storage")
 
 DIRECTORY_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 """Environment variable that names the folder when the options do not, as in SGLang."""
-
-DEFAULT_MIN_FREE_BYTES = 1 << 30
 
 
 class FileOptions(NamedTuple):
@@ -51,7 +58,7 @@ class FileOptions(NamedTuple):
 
     directory: Path
     max_bytes: int | None = None
-    min_free_bytes: int = DEFAULT_MIN_FREE_BYTES
+    min_free_bytes: int = 1 << 30
     threads: int = 4
     fsync: bool = False
     key_style: str = "full"
@@ -59,21 +66,23 @@ class FileOptions(NamedTuple):
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> FileOptions:
         """Read the options; BackendError names the one that does not fit."""
-        refuse_unknown("file", extra, cls._fields)
-        directory = extra.get("directory") or os.environ.get(DIRECTORY_VARIABLE)
+        given = read_options("file", extra, _READERS)
+        directory = given.pop("directory", "") or os.environ.get(DIRECTORY_VARIABLE)
         if not directory:
             raise BackendError(
                 f"storage backend 'file' needs a folder: set the option 'directory', or {DIRECTORY_VARIABLE}"
             )
-        cap = extra.get("max_bytes")
-        return cls(
-            directory=Path(directory).expanduser().absolute(),
-            max_bytes=None if cap is None else read_size("max_bytes", cap),
-            min_free_bytes=read_size("min_free_bytes", extra.get("min_free_bytes", DEFAULT_MIN_FREE_BYTES)),
-            threads=read_count("threads", extra.get("threads", 4)),
-            fsync=read_bool("fsync", extra.get("fsync", False)),
-            key_style=read_choice("key_style", extra.get("key_style", "full"), KEY_STYLES),
-        )
+        return cls(directory=Path(directory).expanduser().absolute(), **given)
+
+
+_READERS: dict[str, Reader] = {
+    "directory": lambda name, value: str(value),
+    "max_bytes": read_size,
+    "min_free_bytes": read_size,
+    "threads": read_count,
+    "fsync": read_bool,
+    "key_style": partial(read_choice, choices=KEY_STYLES),
+}
 
 
 class FileStorage(Storage):

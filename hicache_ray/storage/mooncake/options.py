@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.options import KEY_STYLES, read_bool, read_choice, read_count, read_size, refuse_unknown
+from hicache_ray.storage.options import (
+    KEY_STYLES,
+    Reader,
+    read_bool,
+    read_choice,
+    read_count,
+    read_options,
+    read_size,
+    read_text,
+)
 from hicache_ray.storage.registry import BackendError
 
 CONFIG_PATH_VARIABLES = ("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", "MOONCAKE_CONFIG_PATH")
 
-Parser = Callable[[str, Any], Any]
 
-
-def _text(name: str, value: Any) -> str:
-    return str(value).strip()
-
-
-def _memory(name: str, value: Any) -> int:
-    # SGLang reads the same options and variables: a gb must be as large here as there.
-    return read_size(name, value, kilo=1024)
+# SGLang reads the same options and variables: a gb must be as large here as there.
+_memory = partial(read_size, kilo=1024)
 
 
 class _Source(NamedTuple):
@@ -33,7 +36,7 @@ class _Source(NamedTuple):
 
     variables: tuple[str, ...]
     default: Any
-    parse: Parser = _text
+    read: Reader = read_text
 
 
 _OPTIONS = {
@@ -48,7 +51,7 @@ _OPTIONS = {
     "check_server": _Source(("MOONCAKE_CHECK_SERVER",), False, read_bool),
     "setup_timeout": _Source((), 60, read_count),
     "extra_backend_tag": _Source((), ""),
-    "key_style": _Source((), "full", lambda name, value: read_choice(name, value, KEY_STYLES)),
+    "key_style": _Source((), "full", partial(read_choice, choices=KEY_STYLES)),
 }
 
 
@@ -93,11 +96,11 @@ class MooncakeOptions:
         Raises:
             BackendError: a value that does not fit, an unknown name, an unreadable file, or no master address.
         """
-        refuse_unknown("mooncake", extra, _OPTIONS)
+        given = read_options("mooncake", extra, {name: source.read for name, source in _OPTIONS.items()})
         environment = os.environ if environment is None else environment
         file = _read_file(environment)
-        values = {name: _value(name, source, extra, file, environment) for name, source in _OPTIONS.items()}
-        options = cls(**values)
+        missing = [name for name in _OPTIONS if name not in given]
+        options = cls(**given, **{name: _value(name, _OPTIONS[name], file, environment) for name in missing})
         if not options.master_server_address:
             raise BackendError(
                 "storage backend 'mooncake' needs the master's address: set the option master_server_address, or "
@@ -151,13 +154,8 @@ def _read_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
     return content
 
 
-def _value(
-    name: str, source: _Source, extra: Mapping[str, Any], file: Mapping[str, Any], environment: Mapping[str, str]
-) -> Any:
-    for values in (extra, file):
-        if values.get(name) is not None:
-            return source.parse(name, values[name])
-    for variable in source.variables:
-        if variable in environment:
-            return source.parse(variable, environment[variable])
-    return source.parse(name, source.default)
+def _value(name: str, source: _Source, file: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    if file.get(name) is not None:
+        return source.read(name, file[name])
+    variable = next((variable for variable in source.variables if variable in environment), None)
+    return source.read(variable, environment[variable]) if variable else source.read(name, source.default)

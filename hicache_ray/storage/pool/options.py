@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from hicache_ray.storage.options import read_bool, read_choice, read_count, refuse_unknown
-from hicache_ray.storage.registry import BackendError
+from hicache_ray.storage.options import (
+    Reader,
+    read_bool,
+    read_choice,
+    read_count,
+    read_options,
+    read_seconds,
+    read_text,
+)
 
 DEFAULT_POOL = "default"
 TRANSPORTS = ("auto", "object_store")
@@ -40,30 +48,21 @@ class RayPoolOptions:
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> RayPoolOptions:
         """The options in a backend's extra config; BackendError for a name or a value that is none."""
-        refuse_unknown("ray", extra, cls.__dataclass_fields__)
-        checks: dict[str, Callable[[Any], Any]] = {
-            "transport": lambda value: read_choice("transport", value, TRANSPORTS),
-            "call_timeout": lambda value: _seconds("call_timeout", value),
-            "refusal_seconds": lambda value: _seconds("refusal_seconds", value),
-            "copy_threads": lambda value: read_count("copy_threads", value),
-            "prefault": lambda value: read_bool("prefault", value),
-        }
-        given: dict[str, Any] = {
-            name: checks.get(name, str)(extra[name]) for name in cls.__dataclass_fields__ if extra.get(name) is not None
-        }
-        return cls(**given)
+        return cls(**read_options("ray", extra, _READERS))
+
+
+_READERS: dict[str, Reader] = {
+    "pool": read_text,
+    "namespace": read_text,
+    "address": read_text,
+    "transport": partial(read_choice, choices=TRANSPORTS),
+    "call_timeout": read_seconds,
+    "refusal_seconds": read_seconds,
+    "copy_threads": read_count,
+    "prefault": read_bool,
+}
 
 
 def actor_name(member: str) -> str:
     """Name of the Ray actor of a pool's member."""
     return f"hicache-storage:{member}"
-
-
-def _seconds(name: str, value: Any) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = 0.0
-    if not seconds > 0:
-        raise BackendError(f"{name} is {value!r}; use a number of seconds above 0")
-    return seconds
