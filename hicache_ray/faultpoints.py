@@ -27,7 +27,7 @@ POINTS = {
     "storage.store": "a write to a storage backend, likewise",
     "channel.call": "a client calls a storage actor; the peer is the actor",
     "actor.exists": "a storage actor looks pages up",
-    "actor.reserve": "a storage actor gives slots to write to",
+    "actor.reserve": "a storage actor gives cells to write to",
     "actor.offer": "a storage actor is offered pages by another one",
     "actor.commit": "a storage actor makes written pages visible",
     "actor.acquire": "a storage actor leases pages to a client on its node",

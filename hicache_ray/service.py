@@ -28,12 +28,12 @@ from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.actors.supervisor import SupervisorClient
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.config.extra import parse_extra_config
-from hicache_ray.storage.shard.arena import arenas_of
+from hicache_ray.storage.shard.files import arenas_of
 
 if TYPE_CHECKING:
     from hicache_ray.actors.storage_actor import StorageActorInfo
     from hicache_ray.actors.storage_pool import StoragePool
-    from hicache_ray.storage.shard.shard import ShardStats
+    from hicache_ray.storage.shard.grants import ShardStats
 
 
 logger = logging.getLogger("hicache_ray.service")

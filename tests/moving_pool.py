@@ -13,9 +13,9 @@ from hicache_ray.storage.base import StorageCounters
 from hicache_ray.storage.pool.client import PoolClient
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.ray_channel import DirectoryConflict
+from hicache_ray.storage.pool.rebalance import Rebalancer
+from hicache_ray.storage.pool.rebalance_plan import BalanceReport, RebalanceOptions
 from hicache_ray.storage.shard.page_copy import store_page
-from hicache_ray.storage.shard.rebalance import Rebalancer
-from hicache_ray.storage.shard.rebalance_plan import BalanceReport, RebalanceOptions
 from tests.storage_local import PAGE, LocalActor, LocalPool, page_key, page_of
 
 OPTIONS = RebalanceOptions(batch_pages=4)

@@ -17,10 +17,10 @@ from hicache_ray.storage.pool.channel import ChannelError, ChannelLost, ChannelT
 from hicache_ray.storage.pool.client import PoolClient
 from hicache_ray.storage.pool.member import Member
 from hicache_ray.storage.pool.membership import Membership
+from hicache_ray.storage.pool.rebalance import Rebalancer
+from hicache_ray.storage.pool.service import ShardService
 from hicache_ray.storage.shard.arena import Arena
 from hicache_ray.storage.shard.layout import ArenaGeometry
-from hicache_ray.storage.shard.rebalance import Rebalancer
-from hicache_ray.storage.shard.service import ShardService
 from hicache_ray.storage.shard.shard import Shard
 
 PAGE = 4096
@@ -59,7 +59,7 @@ class LocalActor:
         return self.rebalancer.balance()
 
     def set_membership(self, message: bytes) -> int:
-        return (self.rebalancer or self.service).set_membership(message)
+        return self.service.set_membership(message)
 
     def rebalance(self) -> int:
         assert self.rebalancer is not None

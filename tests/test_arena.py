@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ray.storage.shard import arena as arena_module
-from hicache_ray.storage.shard.arena import Arena, ArenaMapping, read_owner, remove_if_unlocked, sweep
+from hicache_ray.storage.shard import files as files_module
+from hicache_ray.storage.shard.arena import Arena, ArenaMapping
+from hicache_ray.storage.shard.files import read_owner, remove_if_unlocked, sweep
 from hicache_ray.storage.shard.layout import (
     EMPTY,
     FILE_HEADER_BYTES,
@@ -24,7 +25,7 @@ from hicache_ray.storage.shard.layout import (
     ArenaError,
     ArenaGeometry,
     ArenaLocked,
-    slot_bytes_for,
+    cell_bytes_for,
 )
 
 PAGE = 4096
@@ -44,10 +45,10 @@ def arena(path: Path) -> Iterator[Arena]:
 
 
 def fill(arena: Arena, keys: list[bytes], label: bytes = b"") -> np.ndarray:
-    slots = np.array(list(arena.divide_segment(0, PAGE))[: len(keys)])
-    arena.mark_writing(slots, arena.next_generation(len(keys)), PAGE)
-    arena.mark_valid(slots, keys, np.arange(len(keys), dtype=np.uint64), label, np.inf)
-    return slots
+    cells = np.array(list(arena.divide_segment(0, PAGE))[: len(keys)])
+    arena.mark_writing(cells, arena.next_generation(len(keys)), PAGE)
+    arena.mark_valid(cells, keys, np.arange(len(keys), dtype=np.uint64), label, np.inf)
+    return cells
 
 
 def reopened(arena: Arena) -> Arena:
@@ -63,13 +64,13 @@ def test_geometry_of_a_budget_has_at_least_eight_segments() -> None:
 
 
 @pytest.mark.parametrize(("budget", "segment"), [(0, None), (1023, None), (4096, 8192), (4096, 100)])
-def test_geometry_refuses_what_holds_no_slot(budget: int, segment: int | None) -> None:
+def test_geometry_refuses_what_holds_no_cell(budget: int, segment: int | None) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         ArenaGeometry.of(budget, segment)
 
 
-def test_slots_are_aligned_and_hold_the_page() -> None:
-    assert [slot_bytes_for(n) for n in (1, 1024, 1025, 4096)] == [1024, 1024, 1088, 4096]
+def test_cells_are_aligned_and_hold_the_page() -> None:
+    assert [cell_bytes_for(n) for n in (1, 1024, 1025, 4096)] == [1024, 1024, 1088, 4096]
 
 
 def test_file_is_private_and_names_its_maker(arena: Arena, path: Path) -> None:
@@ -78,7 +79,7 @@ def test_file_is_private_and_names_its_maker(arena: Arena, path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_slots_of_all_classes_are_disjoint_and_inside(arena: Arena) -> None:
+def test_cells_of_all_classes_are_disjoint_and_inside(arena: Arena) -> None:
     first, second = arena.divide_segment(0, PAGE), arena.divide_segment(1, 1024)
     assert (len(first), len(second)) == (8, 32)
     offsets = arena.offsets(np.array([*first, *second]))
@@ -90,11 +91,11 @@ def test_slots_of_all_classes_are_disjoint_and_inside(arena: Arena) -> None:
 def test_owner_and_client_see_the_same_bytes(arena: Arena) -> None:
     client = ArenaMapping.attach(arena.path, arena.arena_id)
     client.prefault()
-    (slot,) = fill(arena, [b"k"])
-    offset = int(arena.offsets(np.array([slot]))[0])
+    (cell,) = fill(arena, [b"k"])
+    offset = int(arena.offsets(np.array([cell]))[0])
     client.data(offset, PAGE)[:] = 7
     assert np.all(arena.data(offset, PAGE) == 7)
-    assert client.headers["state"][slot] == VALID
+    assert client.headers["state"][cell] == VALID
 
 
 def test_attach_refuses_another_arena(arena: Arena) -> None:
@@ -113,14 +114,14 @@ def test_a_living_owner_keeps_others_out(arena: Arena, path: Path) -> None:
 
 
 def test_reopening_keeps_whole_pages_and_drops_the_rest(arena: Arena) -> None:
-    slots = fill(arena, [b"a", b"b", b"c"], label=b"tenant")
-    arena.mark_writing(slots[1:2], arena.next_generation(1), PAGE)
+    cells = fill(arena, [b"a", b"b", b"c"], label=b"tenant")
+    arena.mark_writing(cells[1:2], arena.next_generation(1), PAGE)
     again = reopened(arena)
-    assert [(s.slot, s.key, s.label, s.length) for s in again.survivors()] == [
-        (slots[0], b"a", b"tenant", PAGE),
-        (slots[2], b"c", b"tenant", PAGE),
+    assert [(s.cell, s.key, s.label, s.length) for s in again.survivors()] == [
+        (cells[0], b"a", b"tenant", PAGE),
+        (cells[2], b"c", b"tenant", PAGE),
     ]
-    assert again.headers["state"][slots].tolist() == [VALID, EMPTY, VALID]
+    assert again.headers["state"][cells].tolist() == [VALID, EMPTY, VALID]
     again.close()
 
 
@@ -133,8 +134,8 @@ def test_generations_are_never_used_again(arena: Arena) -> None:
 
 @pytest.mark.parametrize("field", ["key", "length", "checksum", "generation", "label", "expires", "key_bytes", "seal"])
 def test_a_damaged_header_is_ignored(arena: Arena, field: str) -> None:
-    slots = fill(arena, [b"a", b"b"])
-    raw = arena.headers[slots[0] : slots[0] + 1][field].view(np.uint8).reshape(-1)
+    cells = fill(arena, [b"a", b"b"])
+    raw = arena.headers[cells[0] : cells[0] + 1][field].view(np.uint8).reshape(-1)
     raw[0] ^= 0x40
     again = reopened(arena)
     assert [survivor.key for survivor in again.survivors()] == [b"b"]
@@ -143,13 +144,13 @@ def test_a_damaged_header_is_ignored(arena: Arena, field: str) -> None:
 
 def test_a_damaged_segment_table_loses_that_segment_only(arena: Arena) -> None:
     fill(arena, [b"a"])
-    slots = np.array(arena.divide_segment(1, PAGE)[:1])
-    arena.mark_writing(slots, arena.next_generation(1), PAGE)
-    arena.mark_valid(slots, [b"b"], np.zeros(1, np.uint64), b"", np.inf)
-    arena.segment_slot_bytes[0] = 12345
+    cells = np.array(arena.divide_segment(1, PAGE)[:1])
+    arena.mark_writing(cells, arena.next_generation(1), PAGE)
+    arena.mark_valid(cells, [b"b"], np.zeros(1, np.uint64), b"", np.inf)
+    arena.segment_cell_bytes[0] = 12345
     again = reopened(arena)
     assert [survivor.key for survivor in again.survivors()] == [b"b"]
-    assert again.slots_in(0) == 0
+    assert again.cells_in(0) == 0
     again.close()
 
 
@@ -180,9 +181,9 @@ def test_owner_killed_while_writing(path: Path) -> None:
         from hicache_ray.storage.shard.arena import Arena
         from hicache_ray.storage.shard.layout import ArenaGeometry
         arena = Arena.create(Path({str(path)!r}), ArenaGeometry{tuple(GEOMETRY)})
-        slots = np.array(arena.divide_segment(0, {PAGE})[:2])
-        arena.mark_writing(slots, arena.next_generation(2), {PAGE})
-        arena.mark_valid(slots[:1], [b"whole"], np.zeros(1, np.uint64), b"", np.inf)
+        cells = np.array(arena.divide_segment(0, {PAGE})[:2])
+        arena.mark_writing(cells, arena.next_generation(2), {PAGE})
+        arena.mark_valid(cells[:1], [b"whole"], np.zeros(1, np.uint64), b"", np.inf)
         print("ready", flush=True)
         sys.stdin.read()
     """
@@ -205,7 +206,7 @@ def test_a_sweep_that_meets_an_arena_in_the_making_does_not_fail_its_maker(
     path: Path, monkeypatch: pytest.MonkeyPatch, deletes: bool
 ) -> None:
     """Actors of a pool start at once: one sweeps while another has made its file and not locked it yet."""
-    lock, met = arena_module._lock, []
+    lock, met = files_module.lock_file, []
 
     def lock_after_a_sweep(file: Path, descriptor: int) -> None:
         if not met:
@@ -216,7 +217,7 @@ def test_a_sweep_that_meets_an_arena_in_the_making_does_not_fail_its_maker(
                 fcntl.flock(met[0], fcntl.LOCK_EX)  # it is about to
         lock(file, descriptor)
 
-    monkeypatch.setattr(arena_module, "_lock", lock_after_a_sweep)
+    monkeypatch.setattr(files_module, "lock_file", lock_after_a_sweep)
     made = Arena.create(path, GEOMETRY, {"service": "test"})
     assert met and read_owner(path) == {"service": "test"}
     with pytest.raises(ArenaLocked):

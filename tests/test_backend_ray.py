@@ -61,23 +61,23 @@ class RaySubject(StorageSubject):
 
     def damage(self, damage: Damage, storage: Storage, page_hash: bytes, folder: Path) -> None:
         """In the arena, as a process that scribbles over shared memory would."""
-        arena, slot = self.find(storage, page_hash)
-        offset = int(arena.offsets(np.array([slot]))[0])
-        data = arena.data(offset, int(arena.headers["length"][slot]))
+        arena, cell = self.find(storage, page_hash)
+        offset = int(arena.offsets(np.array([cell]))[0])
+        data = arena.data(offset, int(arena.headers["length"][cell]))
         if damage is Damage.LOST:
             raise Unsupported("a pool gives up single pages only when it needs the room")
         if damage is Damage.TRUNCATED:
-            arena.headers["length"][slot] //= 2
+            arena.headers["length"][cell] //= 2
         elif damage is Damage.EMPTIED:
-            arena.headers["length"][slot] = 0
+            arena.headers["length"][cell] = 0
         elif damage is Damage.FLIPPED_BYTE:
             data[data.size // 2] ^= 1
         else:
-            other, other_slot = self.find(storage, page_names(1, seed=21)[0])
-            data[:] = other.data(int(other.offsets(np.array([other_slot]))[0]), data.size)
+            other, other_cell = self.find(storage, page_names(1, seed=21)[0])
+            data[:] = other.data(int(other.offsets(np.array([other_cell]))[0]), data.size)
 
     def find(self, storage: Storage, page_hash: bytes) -> tuple[ArenaMapping, int]:
-        """The arena and the slot that hold a page."""
+        """The arena and the cell that hold a page."""
         key = np.frombuffer(bytes.fromhex(storage.config.identity.digest) + page_hash, np.uint8)
         for info in self.pool.info().values():
             assert info is not None

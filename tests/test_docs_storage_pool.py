@@ -11,8 +11,8 @@ import pytest
 
 from hicache_ray.actors.storage_pool import StoragePoolConfig
 from hicache_ray.storage.pool.membership import MOST_CHANGES
-from hicache_ray.storage.shard.layout import MIN_SLOT_BYTES, SLOT_ALIGNMENT, SLOT_HEADER, ArenaGeometry
-from hicache_ray.storage.shard.rebalance_plan import RebalanceOptions
+from hicache_ray.storage.pool.rebalance_plan import RebalanceOptions
+from hicache_ray.storage.shard.layout import CELL_ALIGNMENT, CELL_HEADER, MIN_CELL_BYTES, ArenaGeometry
 from tests.cluster import shared_cluster
 
 pytestmark = [pytest.mark.ray]
@@ -54,5 +54,5 @@ def test_tables_name_all_options() -> None:
 
 
 def test_numbers() -> None:
-    assert SLOT_HEADER.itemsize == 192 and SLOT_ALIGNMENT == 64 and MIN_SLOT_BYTES == 1024
+    assert CELL_HEADER.itemsize == 192 and CELL_ALIGNMENT == 64 and MIN_CELL_BYTES == 1024
     assert MOST_CHANGES == 4 and ArenaGeometry.of(1 << 30).segment_bytes == 64 << 20

@@ -27,7 +27,7 @@ from hicache_ray.metrics import (
 from hicache_ray.metrics.rank import TIMED_PARTS
 from hicache_ray.rank.step import Finish, StepAnswer
 from hicache_ray.storage.memory import BACKEND, drop_store
-from hicache_ray.storage.shard.shard import ShardStats
+from hicache_ray.storage.shard.grants import ShardStats
 from tests.index_kit import evict
 from tests.ray_service import ENGINE, config, prompts, serve, service, settle
 from tests.test_cache_random import STEPS, Driver

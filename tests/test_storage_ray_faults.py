@@ -23,7 +23,7 @@ import ray
 from hicache_ray.actors.storage_actor import StorageActorInfo
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.storage.pool.options import actor_name
-from hicache_ray.storage.shard.arena import Process
+from hicache_ray.storage.shard.files import ProcessId
 from tests.cluster import shared_cluster
 from tests.conftest import REPOSITORY
 from tests.storage_ray import SEGMENT_BYTES, Client, arena_files, wait_until
@@ -65,8 +65,8 @@ def within_the_deadline() -> Iterator[None]:
     assert time.monotonic() - started < TIMEOUT + SLACK
 
 
-def process_of(pool: StoragePool, member: str) -> Process:
-    process = Process.running(info_of(pool, member).pid)
+def process_of(pool: StoragePool, member: str) -> ProcessId:
+    process = ProcessId.running(info_of(pool, member).pid)
     assert process is not None
     return process
 
@@ -162,13 +162,12 @@ def test_what_a_killed_client_held_is_given_back(cluster: None) -> None:
     @ray.remote(num_cpus=0, max_restarts=0)
     class Dying:
         def die(self, extra: dict) -> None:
-            from hicache_ray.storage.pool import transport
+            from hicache_ray.storage.shard import page_copy
 
-            def end(*_: object) -> bool:
+            def end(*_: object) -> list[int]:
                 os._exit(1)
 
-            transport._ArenaWriter.store = end  # type: ignore[method-assign,assignment]
-            transport._ArenaReader.load = end  # type: ignore[method-assign,assignment]
+            page_copy.Copier.run = end  # type: ignore[method-assign,assignment]
             client = Client(extra)
             client.get(range(10))
             client.put(range(20, 30))

@@ -10,7 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from hicache_ray.actors.storage_pool import Drained, StoragePool, StoragePoolConfig
-from hicache_ray.storage.shard.rebalance_plan import RebalanceOptions
+from hicache_ray.storage.pool.rebalance_plan import RebalanceOptions
 from tests.cluster import NODE, simulated_nodes
 from tests.storage_ray import SEGMENT_BYTES, Client, arena_files, wait_until
 

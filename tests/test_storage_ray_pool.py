@@ -13,9 +13,10 @@ from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig, Stor
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import PageContext, StorageConfig
 from hicache_ray.storage.registry import BackendError, create_backend
-from hicache_ray.storage.shard.arena import Arena, Process, arena_path
+from hicache_ray.storage.shard.arena import Arena
+from hicache_ray.storage.shard.files import ProcessId, arena_path
+from hicache_ray.storage.shard.grants import NamespaceLimit
 from hicache_ray.storage.shard.layout import ArenaGeometry
-from hicache_ray.storage.shard.shard import NamespaceLimit
 from tests.cluster import shared_cluster
 from tests.storage_ray import (
     PAGE_BYTES,
@@ -194,7 +195,7 @@ def test_stale_arenas_are_swept_and_living_ones_are_not(cluster: None, pool: Sto
     geometry = ArenaGeometry(1, 4096)
     info = pool.info()["main-0"]
     assert info is not None
-    raylet = Process.running(int(Path(f"/proc/{info.pid}/stat").read_text().rpartition(")")[2].split()[1]))
+    raylet = ProcessId.running(int(Path(f"/proc/{info.pid}/stat").read_text().rpartition(")")[2].split()[1]))
     assert raylet is not None
     here = {"raylet_pid": raylet.pid, "raylet_started": raylet.started, "namespace": "storage-test", "member": "x-0"}
     owners = {

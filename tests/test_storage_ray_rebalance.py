@@ -14,8 +14,8 @@ import ray
 
 from hicache_ray.actors.storage_actor import actor_exists
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig, StoragePoolError
-from hicache_ray.storage.shard.arena import Process
-from hicache_ray.storage.shard.rebalance_plan import RebalanceOptions
+from hicache_ray.storage.pool.rebalance_plan import RebalanceOptions
+from hicache_ray.storage.shard.files import ProcessId
 from tests.cluster import shared_cluster
 from tests.storage_ray import PAGE_BYTES, SEGMENT_BYTES, Client, arena_files, wait_until
 
@@ -43,7 +43,7 @@ def pages_of(pool: StoragePool) -> dict[str, int]:
 def kill(pool: StoragePool, member: str, *, arena: bool = False) -> None:
     info = pool.info()[member]
     assert info is not None
-    process = Process.running(info.pid)
+    process = ProcessId.running(info.pid)
     assert process is not None
     if arena:
         Path(info.path).unlink()

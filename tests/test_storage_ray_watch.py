@@ -89,10 +89,10 @@ def test_ctl_audit_names_member_and_pages_of_a_damaged_arena(
     assert pool is not None
     member, info = next((member, info) for member, info in pool.info().items() if info and pool.stats()[member].pages)
     arena = ArenaMapping.attach(Path(info.path), info.arena_id)
-    slot = int(np.flatnonzero(arena.headers["state"] == VALID)[0])
-    arena.data(int(arena.offsets(np.array([slot]))[0]), 64)[:] ^= 1
-    key = arena.headers[slot]["key"][: arena.headers[slot]["key_bytes"]].tobytes().hex()
+    cell = int(np.flatnonzero(arena.headers["state"] == VALID)[0])
+    arena.data(int(arena.offsets(np.array([cell]))[0]), 64)[:] ^= 1
+    key = arena.headers[cell]["key"][: arena.headers[cell]["key_bytes"]].tobytes().hex()
     capsys.readouterr()
     assert run(["ctl", "--name", "watched", "audit", "--read-pages"]) == 1
-    expected = f"storage actor {member}: 1 pages (slot {slot}, key {key}) do not match their checksums"
+    expected = f"storage actor {member}: 1 pages (cell {cell}, key {key}) do not match their checksums"
     assert expected in " ".join(capsys.readouterr().err.split())

@@ -10,7 +10,7 @@ import pytest
 
 from hicache_ray.deadline import Deadline
 from hicache_ray.storage.pool.membership import MOST_CHANGES, Membership
-from hicache_ray.storage.shard.rebalance_plan import (
+from hicache_ray.storage.pool.rebalance_plan import (
     BalanceReport,
     RebalanceOptions,
     displacing_share,

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from hicache_ray.storage.shard.arena import Arena
-from hicache_ray.storage.shard.eviction import POLICIES
+from hicache_ray.storage.shard.eviction import SHARD_POLICIES
+from hicache_ray.storage.shard.grants import EXISTING, GRANTED, MISSING, REFUSED, NamespaceLimit, namespace_label
 from hicache_ray.storage.shard.layout import VALID, ArenaGeometry
 from hicache_ray.storage.shard.page_copy import checksum_of, load_page, store_page
-from hicache_ray.storage.shard.shard import EXISTING, GRANTED, MISSING, REFUSED, NamespaceLimit, Shard, namespace_label
+from hicache_ray.storage.shard.shard import Shard
 
 PAGE = 2048
 
@@ -83,7 +84,7 @@ def read(shard: Shard, numbers: list[int], length: int = PAGE) -> list[bool]:
             page = np.empty(length, np.uint8)
             assert load_page(page, shard.arena.data(int(grant["offset"]), length)) == grant["checksum"]
             assert np.array_equal(page, content(number, length))
-            assert shard.arena.headers["generation"][grant["slot"]] == grant["generation"]
+            assert shard.arena.headers["generation"][grant["cell"]] == grant["generation"]
     shard.release(lease.id)
     shard.check_integrity()
     return found
@@ -112,7 +113,7 @@ def test_storing_what_exists_moves_no_bytes(make: Make) -> None:
 
 
 def test_two_writers_of_one_key(make: Make) -> None:
-    """Both get a slot, the first commit is what is served, the second is a success that changes nothing."""
+    """Both get a cell, the first commit is what is served, the second is a success that changes nothing."""
     shard = make()
     first, second = shard.reserve([key(1)], PAGE), shard.reserve([key(1)], PAGE)
     assert first.grants["offset"][0] != second.grants["offset"][0]
@@ -137,7 +138,7 @@ def test_mutations_are_idempotent(make: Make) -> None:
     checksums = np.array([store_page(shard.arena.data(int(reservation.grants["offset"][0]), PAGE), content(1))], "u8")
     for _ in range(2):
         assert shard.commit(reservation.id, checksums).tolist() == [True]
-        shard.abort(reservation.id)
+        shard.release(reservation.id)
     lease = shard.acquire([key(1)], PAGE)
     for _ in range(2):
         shard.release(lease.id)
@@ -167,7 +168,7 @@ def test_pages_that_went_wrong_are_left_out(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("keys", "length"), [([b""], PAGE), ([b"x" * 81], PAGE), ([b"k"], 0), ([b"k"], 8 * PAGE + 1)])
-def test_what_fits_no_slot_is_refused(make: Make, keys: list[bytes], length: int) -> None:
+def test_what_fits_no_cell_is_refused(make: Make, keys: list[bytes], length: int) -> None:
     with pytest.raises(ValueError, match=r"must have 1 to 80|does not fit"):
         make().reserve(keys, length)
 
@@ -184,7 +185,7 @@ def test_a_batch_larger_than_the_arena_gets_what_fits(make: Make) -> None:
     shard = make(pages=3)
     reservation = shard.reserve([key(n) for n in range(5)], PAGE)
     assert reservation.grants["status"].tolist() == [GRANTED] * 3 + [REFUSED] * 2
-    shard.abort(reservation.id)
+    shard.release(reservation.id)
     shard.check_integrity()
     assert shard.stats().used_bytes == 0
 
@@ -221,7 +222,7 @@ def test_reservations_of_a_dead_writer_expire(make: Make, clock: Clock) -> None:
 
 
 def test_a_late_writer_spoils_no_page_unnoticed(make: Make, clock: Clock) -> None:
-    """A client that was paused past its reservation scribbles over a slot that is another page's by now."""
+    """A client that was paused past its reservation scribbles over a cell that is another page's by now."""
     shard = make(pages=1)
     late = shard.reserve([key(1)], PAGE)
     clock.now += 31
@@ -230,7 +231,7 @@ def test_a_late_writer_spoils_no_page_unnoticed(make: Make, clock: Clock) -> Non
     lease = shard.acquire([key(2)], PAGE)
     page = np.empty(PAGE, np.uint8)
     assert load_page(page, shard.arena.data(int(lease.grants["offset"][0]), PAGE)) != lease.grants["checksum"][0]
-    shard.release(lease.id, [int(lease.grants["slot"][0])])
+    shard.release(lease.id, [int(lease.grants["cell"][0])])
     assert not shard.exists([key(2)])[0] and shard.stats().corrupt == 1
     assert write(shard, [2]) == [GRANTED] and read(shard, [2]) == [True]
 
@@ -239,7 +240,7 @@ def test_a_wrong_suspicion_drops_nothing(make: Make) -> None:
     shard = make()
     write(shard, [1])
     lease = shard.acquire([key(1)], PAGE)
-    shard.release(lease.id, [int(lease.grants["slot"][0])])
+    shard.release(lease.id, [int(lease.grants["cell"][0])])
     assert read(shard, [1]) == [True] and shard.stats().corrupt == 0
 
 
@@ -249,7 +250,7 @@ def test_a_flipped_byte_is_found_by_the_audit(make: Make) -> None:
     grant = shard.acquire([key(1)], PAGE).grants[0]
     shard.check_integrity(read_pages=True)
     shard.arena.data(int(grant["offset"]), PAGE)[100] ^= 1
-    text = rf"^1 pages \(slot {int(grant['slot'])}, key {key(1).hex()}\) do not match their checksums$"
+    text = rf"^1 pages \(cell {int(grant['cell'])}, key {key(1).hex()}\) do not match their checksums$"
     with pytest.raises(AssertionError, match=text):
         shard.check_integrity(read_pages=True)
 
@@ -258,14 +259,14 @@ def test_a_flipped_byte_is_found_by_the_audit(make: Make) -> None:
 def test_damaged_headers_are_counted_and_named_by_the_audit(make: Make, part: str) -> None:
     shard = make(pages=16)
     write(shard, list(range(16)))
-    slots = shard.acquire([key(n) for n in range(12)], PAGE).grants["slot"]
+    cells = shard.acquire([key(n) for n in range(12)], PAGE).grants["cell"]
     shard.arena.data(int(shard.acquire([key(15)], PAGE).grants["offset"][0]), PAGE)[0] ^= 1
-    for slot in slots:
-        shard.arena.headers[part][slot] = 0 if part == "state" else 77
+    for cell in cells:
+        shard.arena.headers[part][cell] = 0 if part == "state" else 77
     with pytest.raises(AssertionError) as raised:
         shard.check_integrity(read_pages=True)
     text = str(raised.value)
-    assert text.startswith("12 pages (slot ") and "and 2 more) have damaged headers; 1 pages (" in text
+    assert text.startswith("12 pages (cell ") and "and 2 more) have damaged headers; 1 pages (" in text
     assert text.count("key ") == 11 and key(15).hex() in text
 
 
@@ -279,7 +280,7 @@ def test_clear_while_pages_are_read_and_written(make: Make) -> None:
     taken = shard.reserve([key(n) for n in range(4, 8)], PAGE)
     assert taken.grants["status"].tolist() == [GRANTED] * 3 + [REFUSED]
     shard.release(lease.id)
-    shard.abort(taken.id)
+    shard.release(taken.id)
     shard.check_integrity()
     assert shard.stats().pages == shard.stats().used_bytes == 0
 
@@ -334,7 +335,7 @@ def test_a_long_namespace_has_a_label_of_its_own() -> None:
     assert long[0] != long[1] and max(map(len, long)) <= 56
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(SHARD_POLICIES))
 def test_restart_serves_what_was_whole(make: Make, clock: Clock, policy: str) -> None:
     shard = make(policy=policy, limits={"t": NamespaceLimit(ttl=10, quota_bytes=4 * PAGE)})
     write(shard, [1, 2])
@@ -356,15 +357,15 @@ def test_commit_after_a_restart_stores_nothing(make: Make) -> None:
     assert not again.exists([key(1)])[0]
 
 
-def test_restart_with_one_key_in_two_slots_keeps_the_newer(make: Make) -> None:
+def test_restart_with_one_key_in_two_cells_keeps_the_newer(make: Make) -> None:
     shard = make()
     write(shard, [1])
-    slots = np.array([shard.reserve([key(9)], PAGE).grants["slot"][0]])
-    shard.arena.mark_valid(slots, [key(1)], np.array([5], np.uint64), b"", np.inf)
+    cells = np.array([shard.reserve([key(9)], PAGE).grants["cell"][0]])
+    shard.arena.mark_valid(cells, [key(1)], np.array([5], np.uint64), b"", np.inf)
     again = make(reopen=True)
     again.check_integrity()
     lease = again.acquire([key(1)], PAGE)
-    assert lease.grants["slot"][0] == slots[0]
+    assert lease.grants["cell"][0] == cells[0]
     assert int((again.arena.headers["state"][:8] == VALID).sum()) == 1
 
 

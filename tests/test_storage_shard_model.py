@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_ray.storage.shard.arena import Arena
+from hicache_ray.storage.shard.grants import EXISTING, GRANTED, REFUSED, Lease, NamespaceLimit, Reservation
 from hicache_ray.storage.shard.layout import ArenaGeometry
 from hicache_ray.storage.shard.page_copy import load_page, store_page
-from hicache_ray.storage.shard.shard import EXISTING, GRANTED, REFUSED, Lease, NamespaceLimit, Reservation, Shard
+from hicache_ray.storage.shard.shard import Shard
 
 LENGTHS = (1024, 2048, 3000)
 """Page sizes; a key's page always has one length."""
@@ -93,7 +94,7 @@ class ShardModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         if self.writing:
-            self.shard.abort(self.writing.pop(data.draw(st.integers(0, len(self.writing) - 1)))[0].id)
+            self.shard.release(self.writing.pop(data.draw(st.integers(0, len(self.writing) - 1)))[0].id)
 
     @rule(chosen=numbers)
     def acquire(self, chosen: list[int]) -> None:

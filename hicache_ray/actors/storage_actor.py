@@ -17,19 +17,21 @@ from typing import Any, NamedTuple
 import ray
 
 from hicache_ray.metrics import RayExporter, ShardMetrics
-from hicache_ray.storage.base import Bytes, StorageCounters
+from hicache_ray.storage.base import StorageCounters
 from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.member import Member
 from hicache_ray.storage.pool.membership import Membership
-from hicache_ray.storage.pool.near import SocketServer
+from hicache_ray.storage.pool.near import NearServer
 from hicache_ray.storage.pool.options import actor_name
 from hicache_ray.storage.pool.ray_channel import PoolDirectory, RayChannel
-from hicache_ray.storage.shard.arena import SHARED_MEMORY, Arena, Process, arena_path, sweep
+from hicache_ray.storage.pool.rebalance import Rebalancer
+from hicache_ray.storage.pool.rebalance_plan import BalanceReport, RebalanceOptions
+from hicache_ray.storage.pool.service import ShardService
+from hicache_ray.storage.shard.arena import Arena
+from hicache_ray.storage.shard.files import SHARED_MEMORY, ProcessId, arena_path, sweep
+from hicache_ray.storage.shard.grants import NamespaceLimit, ShardStats
 from hicache_ray.storage.shard.layout import ArenaError, ArenaGeometry, ArenaLocked
-from hicache_ray.storage.shard.rebalance import Rebalancer
-from hicache_ray.storage.shard.rebalance_plan import BalanceReport, RebalanceOptions
-from hicache_ray.storage.shard.service import ShardService
-from hicache_ray.storage.shard.shard import NamespaceLimit, Shard, ShardStats
+from hicache_ray.storage.shard.shard import Shard
 
 logger = logging.getLogger("hicache_ray.actors.storage_actor")
 
@@ -92,13 +94,18 @@ ACTOR_OPTIONS: Mapping[str, Any] = {
     "memory": 1,
     "max_restarts": -1,
     "max_task_retries": 0,
-    "concurrency_groups": {"io": 4, "ctl": 1, "alive": 1},
+    "max_concurrency": 4,
+    "concurrency_groups": {"ctl": 1, "alive": 1},
 }
 """How `StorageActor` is made a Ray actor. No call is repeated by Ray: a client that got no answer decides itself."""
 
 
-class StorageActor:
-    """See the module. Messages are those of `ShardService`; a call may be repeated, every mutation is idempotent."""
+class StorageActor(ShardService):
+    """See the module. A call may be repeated, every mutation is idempotent.
+
+    The calls about pages are those of `ShardService`, in Ray's default concurrency group; what the calls about the pool
+    ask is answered also while those are held up.
+    """
 
     def __init__(self, spec: StorageActorSpec) -> None:
         started = time.perf_counter()
@@ -113,11 +120,11 @@ class StorageActor:
         self._arena = self._open_arena()
         shard = Shard(self._arena, policy=spec.policy, limits=spec.limits, lease_seconds=spec.lease_seconds)
         directory = PoolDirectory(spec.service, spec.namespace)
-        self._service = ShardService(shard, directory.read() or Membership(0, (spec.member,)))
-        self._near = SocketServer(self._service)
+        super().__init__(shard, directory.read() or Membership(0, (spec.member,)))
+        self._near = NearServer(self)
         self._rebalancer = Rebalancer(
             spec.member,
-            self._service,
+            self,
             self._connect,
             directory,
             spec.rebalance,
@@ -134,50 +141,13 @@ class StorageActor:
         """Path and id of the arena, and the address where clients on this node may call instead of over Ray."""
         return str(self._arena.path), self._arena.arena_id, self._near.address
 
-    @ray.method(concurrency_group="io")
-    def exists(self, message: bytes) -> bytes:
-        """See `ShardService`, as for the next ones."""
-        return self._service.exists(message)
-
-    @ray.method(concurrency_group="io")
-    def reserve(self, message: bytes) -> bytes:
-        return self._service.reserve(message)
-
-    @ray.method(concurrency_group="io")
-    def offer(self, message: bytes) -> bytes:
-        return self._service.offer(message)
-
-    @ray.method(concurrency_group="io")
-    def commit(self, message: bytes, data: Bytes | None = None) -> bytes:
-        return self._service.commit(message, data)
-
-    @ray.method(concurrency_group="io")
-    def abort(self, reservation: int) -> None:
-        self._service.abort(reservation)
-
-    @ray.method(concurrency_group="io")
-    def acquire(self, message: bytes) -> bytes:
-        return self._service.acquire(message)
-
-    @ray.method(concurrency_group="io")
-    def read(self, message: bytes) -> tuple[bytes, Bytes]:
-        return self._service.read(message)
-
-    @ray.method(concurrency_group="io")
-    def release(self, lease: int) -> None:
-        self._service.release(lease)
-
-    @ray.method(concurrency_group="io")
-    def report(self, message: bytes) -> bytes:
-        return self._service.report(message)
+    @ray.method(concurrency_group="ctl")
+    def clear(self, label: bytes | None = None, prefix: bytes = b"") -> bytes:  # type: ignore[override]
+        return super().clear(label, prefix)
 
     @ray.method(concurrency_group="ctl")
-    def clear(self, label: bytes | None = None, prefix: bytes = b"") -> bytes:
-        return self._service.clear(label, prefix)
-
-    @ray.method(concurrency_group="ctl")
-    def set_membership(self, message: bytes) -> int:
-        return self._rebalancer.set_membership(message)
+    def set_membership(self, message: bytes) -> int:  # type: ignore[override]
+        return super().set_membership(message)
 
     @ray.method(concurrency_group="ctl")
     def balance(self) -> bytes:
@@ -191,7 +161,7 @@ class StorageActor:
     @ray.method(concurrency_group="ctl")
     def stats(self) -> ShardStats:
         """State and counters of the shard."""
-        return self._service.shard.stats()
+        return self.shard.stats()
 
     @ray.method(concurrency_group="ctl")
     def info(self) -> StorageActorInfo:
@@ -202,8 +172,8 @@ class StorageActor:
             node_id=self._node_id,
             path=str(self._arena.path),
             arena_id=self._arena.arena_id,
-            epoch=self._service.membership.epoch,
-            reopened_pages=self._service.shard.stats().reopened,
+            epoch=self.membership.epoch,
+            reopened_pages=self.shard.stats().reopened,
             reconstructed=self._reconstructed,
             start_seconds=self._start_seconds,
             balance=self._rebalancer.report,
@@ -211,7 +181,7 @@ class StorageActor:
 
     @ray.method(concurrency_group="alive")
     def ping(self) -> tuple[int, str]:
-        """Process id and node; answered also while other calls take long."""
+        """ProcessId id and node; answered also while other calls take long."""
         return os.getpid(), self._node_id
 
     @ray.method(concurrency_group="ctl")
@@ -223,7 +193,7 @@ class StorageActor:
     def audit(self, read_pages: bool) -> str:
         """What is wrong with the shard, "" when nothing is; see `Shard.check_integrity`."""
         try:
-            self._service.shard.check_integrity(read_pages=read_pages)
+            self.shard.check_integrity(read_pages=read_pages)
         except AssertionError as error:
             return str(error) or "inconsistent"
         return ""
@@ -268,7 +238,7 @@ class StorageActor:
         return arena
 
     def _owner_facts(self) -> dict[str, str | int]:
-        raylet = Process.running(os.getppid()) or Process(0, 0)
+        raylet = ProcessId.running(os.getppid()) or ProcessId(0, 0)
         return {
             "service": self._spec.service,
             "namespace": self._spec.namespace,
@@ -283,10 +253,10 @@ class _Staleness:
     """Whether the actor that made an arena can't come back: its node's Ray is gone, or its pool is."""
 
     def __init__(self) -> None:
-        self._own_raylet = Process.running(os.getppid())
+        self._own_raylet = ProcessId.running(os.getppid())
 
     def __call__(self, owner: Mapping[str, Any]) -> bool:
-        raylet = Process(_number(owner, "raylet_pid"), _number(owner, "raylet_started"))
+        raylet = ProcessId(_number(owner, "raylet_pid"), _number(owner, "raylet_started"))
         if not raylet.alive:
             return True
         if raylet != self._own_raylet:

@@ -35,11 +35,11 @@ from hicache_ray.storage.pool.channel import ChannelError, Pending
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.options import DEFAULT_POOL, actor_name
 from hicache_ray.storage.pool.ray_channel import DirectoryConflict, PoolDirectory, RayChannel
+from hicache_ray.storage.pool.rebalance_plan import BalanceReport, RebalanceOptions
 from hicache_ray.storage.pool.wire import Reply
-from hicache_ray.storage.shard.arena import SHARED_MEMORY, arenas_of, remove_if_unlocked
+from hicache_ray.storage.shard.files import SHARED_MEMORY, arenas_of, remove_if_unlocked
+from hicache_ray.storage.shard.grants import NamespaceLimit, ShardStats, namespace_label
 from hicache_ray.storage.shard.layout import ArenaLocked
-from hicache_ray.storage.shard.rebalance_plan import BalanceReport, RebalanceOptions
-from hicache_ray.storage.shard.shard import NamespaceLimit, ShardStats, namespace_label
 
 logger = logging.getLogger("hicache_ray.actors.storage_pool")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hicache_ray.metrics.registry import Registry
-from hicache_ray.storage.shard.shard import ShardStats
+from hicache_ray.storage.shard.grants import ShardStats
 
 PAGE_RESULTS = ("stored", "existing", "refused", "evicted", "expired", "corrupt", "asked", "hits")
 """Counters of a shard, under their own names."""

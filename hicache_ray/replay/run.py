@@ -19,7 +19,7 @@ from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.settings import ReplaySettings
 from hicache_ray.storage.memory import BACKEND as MEMORY_BACKEND
 from hicache_ray.storage.memory import drop_store
-from hicache_ray.storage.shard.arena import SHARED_MEMORY
+from hicache_ray.storage.shard.files import SHARED_MEMORY
 
 BACKENDS = {"local": MEMORY_BACKEND, "ray": "ray"}
 """L3 backend of each mode."""

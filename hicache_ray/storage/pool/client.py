@@ -19,11 +19,12 @@ import numpy.typing as npt
 from hicache_ray.deadline import Deadline
 from hicache_ray.storage.base import Bytes, StorageCounters
 from hicache_ray.storage.pool.channel import ChannelError, Pending
-from hicache_ray.storage.pool.member import Answer, Member
+from hicache_ray.storage.pool.member import ActorAnswer, Member
 from hicache_ray.storage.pool.membership import PAGE_HASH_BYTES, Membership
-from hicache_ray.storage.pool.transport import Copier, PageReader, PageWriter, read_method, reader_of, writer_of
-from hicache_ray.storage.pool.wire import STALE, Request
-from hicache_ray.storage.shard.shard import EXISTING, GRANTED, Flags
+from hicache_ray.storage.pool.transport import ReadGrant, WriteGrant
+from hicache_ray.storage.pool.wire import STALE, KeyCall, Release
+from hicache_ray.storage.shard.grants import EXISTING, GRANTED, Flags
+from hicache_ray.storage.shard.page_copy import Copier, load_page, store_page
 
 logger = logging.getLogger("hicache_ray.storage.pool.client")
 
@@ -44,22 +45,6 @@ class _View(NamedTuple):
 
     membership: Membership
     members: list[Member]
-
-
-class _Place(NamedTuple):
-    """Pages granted by one member."""
-
-    member: int
-    writer: PageWriter
-    pages: list[int]
-
-
-class _Plan(NamedTuple):
-    """Where the pages of one `set` go: what is stored already, and what has a place to be written to."""
-
-    places: list[_Place]
-    existing: Flags
-    placed: Flags
 
 
 class PoolClient:
@@ -139,76 +124,78 @@ class PoolClient:
         search = _Search(view.membership, keys)
         for choice in range(search.rounds):
             groups = search.groups(choice, np.flatnonzero(~done))
-            answers = self._ask(view, read_method, groups, keys, deadline, length)
-            located: dict[int, tuple[PageReader, int]] = {}
-            readers = []
-            for member, answer in answers.items():
-                reader = reader_of(view.members[member], answer, length)
-                if reader is not None:
-                    readers.append(reader)
-                    granted = groups[member][answer.reply.grants["status"] == GRANTED]
-                    located.update((page, (reader, k)) for k, page in enumerate(granted.tolist()))
+            grants = []
+            for member, answer in self._ask(view, Member.read_method, groups, keys, deadline, length).items():
+                granted = groups[member][answer.reply.grants["status"] == GRANTED]
+                grants.append(ReadGrant(view.members[member], answer, length, granted.tolist()))
             # Behind a hole no page is of use; but a hole may be filled as long as there is another holder to ask.
-            last = choice + 1 == search.rounds
-            wanted = _until_hole(done, located) if last else sorted(located)
-            jobs = [(located[page][0].load, located[page][1], pages[page]) for page in wanted]
-            done[wanted] = self._copier.run(jobs)
-            for reader in readers:
-                reader.finish(deadline)
-                self.counters.add(corrupt=len(reader.suspects))
+            located = done.copy()
+            for grant in grants:
+                located[grant.pages] = True
+            wanted = _leading(located) if choice + 1 == search.rounds else located
+            self._read(grants, wanted, pages, done)
+            for grant in grants:
+                grant.finish(deadline)
+                self.counters.add(corrupt=len(grant.suspects))
             if done.all():
                 break
         return _leading(done)
+
+    def _read(self, grants: Sequence[ReadGrant], wanted: Flags, pages: Sequence[Bytes], done: Flags) -> None:
+        """Copy the wanted pages among those granted; what arrived as it was stored is done."""
+        chosen = [(grant, k, page) for grant in grants for k, page in enumerate(grant.pages) if wanted[page]]
+        targets, cells = [pages[page] for _, _, page in chosen], [grant.cells[k] for grant, k, _ in chosen]
+        for (grant, k, page), checksum in zip(chosen, self._copier.run(load_page, targets, cells), strict=True):
+            done[page] = grant.accept(k, checksum)
 
     def _set(
         self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], label: bytes, deadline: Deadline
     ) -> Flags:
         length = pages[0].nbytes if len(pages) else 0
-        plan = self._reserve(view, keys, length, label, deadline)
-        # A page must not be stored without its ancestors, so nothing behind the first page without a place is written.
-        writable = _leading(plan.existing | plan.placed)
-        jobs = [
-            (place.writer.store, k, pages[page])
-            for place in plan.places
-            for k, page in enumerate(place.pages)
-            if writable[page]
-        ]
-        self._copier.run(jobs)
-        stored = self._commit(view, plan, writable, deadline)
-        done = _leading(plan.existing | stored)
+        existing, grants = self._reserve(view, keys, length, label, deadline)
+        placed = existing.copy()
+        for grant in grants:
+            placed[grant.pages] = True
+        # A page must not be stored without its ancestors, so nothing behind the first page without a cell is written.
+        writable = _leading(placed)
+        chosen = [(grant, k, page) for grant in grants for k, page in enumerate(grant.pages) if writable[page]]
+        cells, sources = [grant.cells[k] for grant, k, _ in chosen], [pages[page] for _, _, page in chosen]
+        for (grant, k, _), checksum in zip(chosen, self._copier.run(store_page, cells, sources), strict=True):
+            grant.checksums[k] = checksum
+        stored = self._commit(grants, writable, deadline)
+        done = _leading(existing | stored)
         new = int((done & stored).sum())
-        self.counters.add(set_stored=new, set_existing=int(done.sum()) - new, set_bytes=len(jobs) * length)
+        self.counters.add(set_stored=new, set_existing=int(done.sum()) - new, set_bytes=len(chosen) * length)
         return done
 
-    def _reserve(self, view: _View, keys: Sequence[bytes], length: int, label: bytes, deadline: Deadline) -> _Plan:
+    def _reserve(
+        self, view: _View, keys: Sequence[bytes], length: int, label: bytes, deadline: Deadline
+    ) -> tuple[Flags, list[WriteGrant]]:
+        """Which pages are stored already, and cells for the others at all their owners that have room."""
         owners = view.membership.owners(_hashes(keys))
         everything = np.arange(len(keys))
         groups = {member: everything[(owners == member).any(axis=1)] for member in np.unique(owners).tolist()}
-        plan = _Plan([], np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.bool_))
+        existing, grants = np.zeros(len(keys), np.bool_), []
         for member, answer in self._ask(view, lambda _: "reserve", groups, keys, deadline, length, label).items():
             status = answer.reply.grants["status"]
-            plan.existing[groups[member][status == EXISTING]] = True
+            existing[groups[member][status == EXISTING]] = True
             granted = groups[member][status == GRANTED]
             if len(granted):
-                plan.placed[granted] = True
-                writer = writer_of(view.members[member], answer.reply, length)
-                plan.places.append(_Place(member, writer, granted.tolist()))
-        return plan
+                grants.append(WriteGrant(view.members[member], answer.reply, length, granted.tolist()))
+        return existing, grants
 
-    def _commit(self, view: _View, plan: _Plan, writable: Flags, deadline: Deadline) -> Flags:
+    def _commit(self, grants: Sequence[WriteGrant], writable: Flags, deadline: Deadline) -> Flags:
         """Which pages have become visible in one place at least."""
         stored = np.zeros(len(writable), np.bool_)
-        pending: list[tuple[_Place, Pending | None]] = []
-        for place in plan.places:
-            good = writable[place.pages]
+        pending: list[tuple[WriteGrant, Pending | None]] = []
+        for grant in grants:
+            good = writable[grant.pages]
             if good.any():
-                pending.append((place, place.writer.commit(good)))
+                pending.append((grant, grant.commit(good)))
             else:
-                place.writer.abort()
-        for place, call in pending:
-            answer = view.members[place.member].finish(call, deadline)
-            if answer is not None:
-                stored[np.array(place.pages)[answer.reply.flags]] = True
+                grant.give_up()
+        for grant, call in pending:
+            stored[np.array(grant.pages)[grant.finish(call, deadline)]] = True
         return stored
 
     def _ask(
@@ -220,7 +207,7 @@ class PoolClient:
         deadline: Deadline,
         length: int = 0,
         label: bytes = b"",
-    ) -> dict[int, Answer]:
+    ) -> dict[int, ActorAnswer]:
         """One call to each member about its keys, all at once; the answers of those that gave one.
 
         Raises:
@@ -228,8 +215,8 @@ class PoolClient:
         """
         calls = {}
         for member, group in groups.items():
-            request = Request(view.membership.epoch, [keys[i] for i in group.tolist()], length, label).pack()
-            calls[member] = view.members[member].start(method_of(view.members[member]), request)
+            call = KeyCall(view.membership.epoch, [keys[i] for i in group.tolist()], length, label).pack()
+            calls[member] = view.members[member].start(method_of(view.members[member]), call)
         answers = {member: view.members[member].finish(call, deadline) for member, call in calls.items()}
         given = {member: answer for member, answer in answers.items() if answer is not None}
         newer = [answer.reply.payload for answer in given.values() if answer.reply.status == STALE]
@@ -259,11 +246,10 @@ class PoolClient:
                     self.adopt(membership)
         return self._view.membership.epoch
 
-    def _give_back(self, view: _View, answers: dict[int, Answer]) -> None:
+    def _give_back(self, view: _View, answers: dict[int, ActorAnswer]) -> None:
         for member, answer in answers.items():
             if answer.reply.id:
-                view.members[member].send("abort", answer.reply.id)
-                view.members[member].send("release", answer.reply.id)
+                view.members[member].send("release", Release(answer.reply.id).pack())
 
     def _replanned(self, count: int, operation: Callable[[_View], Flags]) -> Flags:
         for _ in range(MEMBERSHIP_RETRIES):
@@ -301,17 +287,6 @@ class _Search:
 def _hashes(keys: Sequence[bytes]) -> list[bytes]:
     """The page hashes that keys end in."""
     return [key[-PAGE_HASH_BYTES:] for key in keys]
-
-
-def _until_hole(done: Flags, located: dict[int, tuple[PageReader, int]]) -> list[int]:
-    """The located pages, in order, up to the first page that is neither done nor located."""
-    wanted = []
-    for page in range(len(done)):
-        if page in located:
-            wanted.append(page)
-        elif not done[page]:
-            break
-    return wanted
 
 
 def _leading(flags: Flags) -> Flags:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,24 +15,19 @@ from hicache_ray.deadline import Deadline
 from hicache_ray.storage.base import Bytes, StorageCounters
 from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.channel import Channel, ChannelError, ChannelLost, ChannelTimeout, Pending
-from hicache_ray.storage.pool.near import SocketChannel, fits
+from hicache_ray.storage.pool.near import NearChannel, fits
 from hicache_ray.storage.pool.wire import FAILED, Reply, WireError
 from hicache_ray.storage.shard.arena import ArenaMapping
 from hicache_ray.storage.shard.layout import ArenaError
 
 logger = logging.getLogger("hicache_ray.storage.pool.member")
 
-NO_PAGES: Bytes = np.empty((0, 0), np.uint8)
 
+class ActorAnswer(NamedTuple):
+    """A reply, and the pages that came with it, [granted, page_bytes]; none when they lie in the arena."""
 
-class Answer:
-    """A reply, and the pages that came with it, [granted, page_bytes] ([0, 0] when they lie in the arena)."""
-
-    __slots__ = ("pages", "reply")
-
-    def __init__(self, reply: Reply, pages: Bytes = NO_PAGES) -> None:
-        self.reply = reply
-        self.pages = pages
+    reply: Reply
+    pages: Sequence[Bytes] = ()
 
 
 class Member:
@@ -56,7 +52,7 @@ class Member:
         self.name = name
         self.mapping: ArenaMapping | None = None
         self._channel = channel
-        self._near: SocketChannel | None = None
+        self._near: NearChannel | None = None
         self.breaker = breaker
         self._counters = counters
         self._call_timeout = call_timeout
@@ -87,13 +83,13 @@ class Member:
             self._failed(error)
             return None
 
-    def finish(self, pending: Pending | None, deadline: Deadline) -> Answer | None:
+    def finish(self, pending: Pending | None, deadline: Deadline) -> ActorAnswer | None:
         """Wait for a call's answer; None when there is none, or when the actor says that it can't be done."""
         if pending is None:
             return None
         try:
             answer = pending.result(deadline.at_most(self._call_timeout))
-            message, pages = answer if isinstance(answer, tuple) else (answer, NO_PAGES)
+            message, pages = answer if isinstance(answer, tuple) else (answer, ())
             reply = Reply.unpack(message)
         except (ChannelError, WireError) as error:
             self._failed(error)
@@ -105,7 +101,7 @@ class Member:
             return None
         if reply.arena_id != self._arena_id or self._attach_again:
             self.attach(deadline, wait=False)
-        return Answer(reply, pages)
+        return ActorAnswer(reply, pages)
 
     def send(self, method: str, *args: Any) -> None:
         """Start a call nobody waits for."""
@@ -134,6 +130,10 @@ class Member:
             self._succeeded()
             return True
 
+    def read_method(self) -> str:
+        """The call that reads pages here: it grants cells of the mapped arena, or sends the pages themselves."""
+        return "acquire" if self.mapping is not None else "read"
+
     def close(self) -> None:
         """Close the connections to the actor. Idempotent."""
         if self._near is not None:
@@ -151,7 +151,7 @@ class Member:
             memory = self._local.memory = np.empty(count * length, np.uint8)
         return memory[: count * length].reshape(count, length)
 
-    def _near_for(self, method: str, args: tuple[Any, ...]) -> SocketChannel | None:
+    def _near_for(self, method: str, args: tuple[Any, ...]) -> NearChannel | None:
         """The near channel, where there is one and the call can be made there."""
         near = self._near
         if near is not None and near.lost:
@@ -159,9 +159,9 @@ class Member:
             return None
         return near if fits(method, args) else None
 
-    def _connect(self, address: str) -> SocketChannel | None:
+    def _connect(self, address: str) -> NearChannel | None:
         try:
-            return SocketChannel(address, self._call_timeout)
+            return NearChannel(address, self._call_timeout)
         except ChannelLost as error:
             logger.info("storage actor %s is called over Ray only: %s", self.name, error)
             return None

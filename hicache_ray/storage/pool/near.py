@@ -1,11 +1,8 @@
-"""Frames of the near channel: calls to a storage actor over a Unix socket, for clients on its node.
+"""The near channel: calls to a storage actor over a Unix socket, for clients on its node.
 
-An actor call costs several hundred microseconds, a round trip here some ten: for small batches the call is most of the
-work. The messages are those that Ray would carry; a frame adds the method and the length.
-
-A client's end of the near channel to a storage actor on its node.
-
-A storage actor's end of the near channel: answers calls of clients on its node over a Unix socket.
+An actor call costs several hundred microseconds, a round trip here some fifteen: for small batches the call is most of
+the work. The messages are those that Ray would carry, behind one byte that names the method. The sockets are of the
+kind that keeps messages apart (`SOCK_SEQPACKET`): a message arrives whole or not at all, there is nothing to frame.
 """
 
 from __future__ import annotations
@@ -22,68 +19,24 @@ from typing import Any
 
 from hicache_ray.storage.pool.channel import ChannelLost, ChannelTimeout
 
-METHODS = ("exists", "reserve", "commit", "acquire", "report", "abort", "release", "offer")
-"""The calls that can be made here; a frame names one by its place."""
-ONE_WAY = frozenset({"abort", "release"})
-"""Calls that are not answered."""
+logger = logging.getLogger("hicache_ray.storage.pool.near")
 
-HEAD = struct.Struct("<BI")
-ANSWER_HEAD = struct.Struct("<I")
-IDENTITY = struct.Struct("<Q")
-LONGEST_FRAME = 16 << 20
-_PIECE = 1 << 16
-
-
-class FrameError(ValueError):
-    """What was received is no frame."""
+METHODS = ("exists", "reserve", "commit", "acquire", "release", "offer")
+"""The calls that can be made here; a message names one by its place."""
+LONGEST_MESSAGE = 128 << 10
+"""Below what Linux lets a socket hold by default: 208 KiB. Longer calls, of some 2,700 keys, go over Ray."""
+_NOT_ANSWERED = 0x80
+"""Beside the method: nobody waits for the answer, none is sent."""
+_PEER_CREDENTIALS = struct.Struct("iii")
 
 
 def fits(method: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call can be made over a socket: those that carry pages can't."""
-    return method in METHODS and len(args) == 1
+    """Whether a call can be made over the near channel: one that carries pages or too many keys can't."""
+    return method in METHODS and len(args) == 1 and len(args[0]) < LONGEST_MESSAGE
 
 
-def pack_call(method: str, args: tuple[Any, ...]) -> bytes:
-    """The frame of a call that `fits`."""
-    body = IDENTITY.pack(args[0]) if method in ONE_WAY else args[0]
-    return HEAD.pack(METHODS.index(method), len(body)) + body
-
-
-def unpack_body(method: str, body: bytes) -> tuple[Any, ...]:
-    """The arguments in a frame's body."""
-    if method not in ONE_WAY:
-        return (body,)
-    if len(body) != IDENTITY.size:
-        raise FrameError(f"a {method} of {len(body)} bytes names nothing")
-    return IDENTITY.unpack(body)
-
-
-class FrameReader:
-    """Cuts what comes from a connection into pieces of known lengths."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._buffer = b""
-
-    def read(self, size: int) -> bytes:
-        """Exactly `size` bytes; EOFError when the other end closed, OSError as the socket raises."""
-        pieces, have = [self._buffer], len(self._buffer)
-        while have < size:
-            piece = self._connection.recv(max(_PIECE, size - have))
-            if not piece:
-                raise EOFError("the other end closed the connection")
-            pieces.append(piece)
-            have += len(piece)
-        data = b"".join(pieces) if len(pieces) > 1 else pieces[0]
-        self._buffer = data[size:]
-        return data[:size]
-
-
-logger = logging.getLogger("hicache_ray.storage.pool.near")
-
-
-class SocketChannel:
-    """Calls to one actor over a Unix socket; only those for which `socket_frames.fits`. Thread-safe.
+class NearChannel:
+    """Calls to one actor over a Unix socket; only those that `fits` allows. Thread-safe.
 
     Connections are kept and used again, one call at a time each. The first that fails makes the channel `lost`: an
     address is never used again after that.
@@ -105,21 +58,16 @@ class SocketChannel:
         self.lost = False
         self._idle.append(self._connect())
 
-    def call(self, method: str, *args: Any) -> SocketPending:
+    def call(self, method: str, *args: Any) -> NearPending:
         """See `Channel.call`."""
-        connection = self._take()
-        self._send(connection, pack_call(method, args))
-        return SocketPending(self, connection)
+        return NearPending(self, self._send(METHODS.index(method), args[0]))
 
     def send(self, method: str, *args: Any) -> None:
         """See `Channel.send`."""
         try:
-            connection = self._take()
-            self._send(connection, pack_call(method, args))
+            self.give_back(self._send(METHODS.index(method) | _NOT_ANSWERED, args[0]))
         except ChannelLost as error:
             logger.debug("%s was not sent: %s", method, error)
-            return
-        self.give_back(connection)
 
     def give_back(self, connection: _Connection) -> None:
         """The connection has no call under way any more."""
@@ -129,12 +77,6 @@ class SocketChannel:
                 return
         connection.socket.close()
 
-    def fail(self, connection: _Connection, *, lost: bool) -> None:
-        """The connection can't be used again; `lost`: neither can the channel."""
-        connection.socket.close()
-        if lost:
-            self.close()
-
     def close(self) -> None:
         """Close the idle connections; no call may follow. Idempotent."""
         with self._lock:
@@ -143,14 +85,22 @@ class SocketChannel:
         for connection in idle:
             connection.socket.close()
 
-    def _take(self) -> _Connection:
+    def _send(self, head: int, message: bytes) -> _Connection:
+        """The connection that carried the call."""
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return self._connect()
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._connect()
+        try:
+            connection.socket.settimeout(self._timeout)
+            connection.socket.send(bytes((head,)) + message)
+        except OSError as error:
+            connection.socket.close()
+            self.close()
+            raise ChannelLost(f"the storage actor at {self._address} is gone: {error}") from error
+        return connection
 
     def _connect(self) -> _Connection:
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end = _new_socket()
         end.settimeout(self._timeout)
         try:
             end.connect(f"\0{self._address}")
@@ -160,27 +110,11 @@ class SocketChannel:
             raise ChannelLost(f"no storage actor listens at {self._address}: {error}") from error
         return _Connection(end)
 
-    def _send(self, connection: _Connection, frame: bytes) -> None:
-        try:
-            connection.socket.settimeout(self._timeout)
-            connection.socket.sendall(frame)
-        except OSError as error:
-            self.fail(connection, lost=True)
-            raise ChannelLost(f"the storage actor at {self._address} is gone: {error}") from error
 
-
-class _Connection:
-    __slots__ = ("reader", "socket")
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self.reader = FrameReader(end)
-
-
-class SocketPending:
+class NearPending:
     """A call under way."""
 
-    def __init__(self, channel: SocketChannel, connection: _Connection) -> None:
+    def __init__(self, channel: NearChannel, connection: _Connection) -> None:
         self._channel = channel
         self._connection = connection
 
@@ -190,25 +124,20 @@ class SocketPending:
         try:
             # 0 would mean "don't wait", and take an answer that is there already for one that is not.
             connection.socket.settimeout(max(timeout, 0.001))
-            (size,) = ANSWER_HEAD.unpack(connection.reader.read(ANSWER_HEAD.size))
-            if size > LONGEST_FRAME:
-                raise ConnectionError(f"an answer of {size} bytes")
-            answer = connection.reader.read(size)
+            answer = connection.receive()
         except TimeoutError:
             # The answer may still come: this connection must not be taken for another call.
-            self._channel.fail(connection, lost=False)
+            connection.socket.close()
             raise ChannelTimeout(f"no answer within {timeout:.2f} s") from None
         except (EOFError, OSError) as error:
-            self._channel.fail(connection, lost=True)
+            connection.socket.close()
+            self._channel.close()
             raise ChannelLost(f"the storage actor is gone: {error}") from error
         self._channel.give_back(connection)
         return answer
 
 
-_PEER_CREDENTIALS = struct.Struct("iii")
-
-
-class SocketServer:
+class NearServer:
     """Serves the `METHODS` of an object, one thread a connection. Only processes of the same user are answered.
 
     The socket lies in the abstract namespace: there is no file that a killed process could leave.
@@ -219,8 +148,8 @@ class SocketServer:
 
     def __init__(self, service: Any) -> None:
         self.address = f"hicache-{secrets.token_hex(8)}"
-        self._methods: list[Callable[..., Any]] = [getattr(service, name) for name in METHODS]
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._methods: list[Callable[[bytes], bytes]] = [getattr(service, name) for name in METHODS]
+        self._listener = _new_socket()
         self._listener.bind(f"\0{self.address}")
         self._listener.listen(128)
         self._lock = threading.Lock()
@@ -251,14 +180,14 @@ class SocketServer:
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="l3-near-client", daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
+    def _serve(self, end: socket.socket) -> None:
+        with end:
             with self._lock:
                 if self._closed:
                     return
-                self._connections.add(connection)
+                self._connections.add(end)
             try:
-                self._answer_all(connection)
+                self._answer_all(_Connection(end))
             except (EOFError, ConnectionError):
                 return
             except Exception:
@@ -266,18 +195,37 @@ class SocketServer:
                 logger.exception("a client of the near channel is cut off")
             finally:
                 with self._lock:
-                    self._connections.discard(connection)
+                    self._connections.discard(end)
 
-    def _answer_all(self, connection: socket.socket) -> None:
-        reader = FrameReader(connection)
+    def _answer_all(self, connection: _Connection) -> None:
         while True:
-            number, size = HEAD.unpack(reader.read(HEAD.size))
-            if number >= len(METHODS) or size > LONGEST_FRAME:
-                raise FrameError(f"method {number} with {size} bytes is no call")
-            method = METHODS[number]
-            answer = self._methods[number](*unpack_body(method, reader.read(size)))
-            if method not in ONE_WAY:
-                connection.sendall(ANSWER_HEAD.pack(len(answer)) + answer)
+            message = connection.receive()
+            answer = self._methods[message[0] & ~_NOT_ANSWERED](message[1:])
+            if not message[0] & _NOT_ANSWERED:
+                connection.socket.send(answer)
+
+
+class _Connection:
+    """One end of a connection, and the memory that messages arrive in."""
+
+    __slots__ = ("_memory", "socket")
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._memory = memoryview(bytearray(LONGEST_MESSAGE + 1))
+
+    def receive(self) -> bytes:
+        """The next message; EOFError when the other end closed, OSError as the socket raises."""
+        size = self.socket.recv_into(self._memory)
+        if not size:
+            raise EOFError("the other end closed the connection")
+        if size > LONGEST_MESSAGE:
+            raise ConnectionError(f"a message is longer than {LONGEST_MESSAGE} bytes")
+        return bytes(self._memory[:size])
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _user_of(connection: socket.socket) -> int:

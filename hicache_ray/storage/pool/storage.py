@@ -18,7 +18,7 @@ from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.options import RayPoolOptions, actor_name
 from hicache_ray.storage.pool.ray_channel import PoolDirectory, RayChannel, bounded
 from hicache_ray.storage.registry import BackendError
-from hicache_ray.storage.shard.shard import namespace_label
+from hicache_ray.storage.shard.grants import namespace_label
 
 logger = logging.getLogger("hicache_ray.storage.pool.storage")
 

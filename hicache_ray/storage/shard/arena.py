@@ -1,14 +1,7 @@
 """The memory of a storage actor: a file in shared memory that outlives the process and that every client maps.
 
-A slot's header says what the slot holds, and everything an actor needs to go on after a crash can be read from the
-headers: the arena has no other index. The layout of the file is in `arena_layout`.
-
-No Ray and no torch here. The owner locks the file (`flock`) while it lives; the kernel unlocks it when it dies.
-
-Arena files in shared memory: their names, and which of them nobody will ever use again.
-
-Touching mapped memory before it is used: the kernel makes its pages at the first access, several times slower than a
-copy, and one by one.
+A cell's header says what page the cell holds, and everything an actor needs to go on after a crash can be read from the
+headers: the arena has no other index. No Ray and no torch here.
 """
 
 from __future__ import annotations
@@ -16,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import logging
 import mmap
 import os
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,22 +20,22 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.storage.base import Bytes
+from hicache_ray.storage.shard.files import lock_file, new_locked_file, remove_if_unlocked
 from hicache_ray.storage.shard.layout import (
+    ARENA_MAGIC,
+    ARENA_VERSION,
+    CELL_ALIGNMENT,
+    CELL_HEADER,
     EMPTY,
     FILE_HEADER,
     FILE_HEADER_BYTES,
-    MAGIC,
     MAX_KEY_BYTES,
     MAX_LABEL_BYTES,
-    MIN_SLOT_BYTES,
-    SLOT_ALIGNMENT,
-    SLOT_HEADER,
+    MIN_CELL_BYTES,
     VALID,
-    VERSION,
     WRITING,
     ArenaError,
     ArenaGeometry,
-    ArenaLocked,
     new_file_header,
     owner_of,
     seals_of,
@@ -52,9 +43,9 @@ from hicache_ray.storage.shard.layout import (
 
 
 class Survivor(NamedTuple):
-    """A valid slot found when an arena is opened again."""
+    """A valid cell found when an arena is opened again."""
 
-    slot: int
+    cell: int
     key: bytes
     label: bytes
     length: int
@@ -67,7 +58,7 @@ class ArenaMapping:
 
     Attributes:
         path, geometry, arena_id: which arena; the id is new for every file.
-        headers: structured array [segments * headers_per_segment] of SLOT_HEADER, writing through.
+        headers: structured array [segments * headers_per_segment] of CELL_HEADER, writing through.
         memory: the whole file as uint8.
     """
 
@@ -80,23 +71,23 @@ class ArenaMapping:
         self.memory: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
         self._file_header = self.memory[: FILE_HEADER.itemsize].view(FILE_HEADER)
         header = self._file_header[0]
-        if header["magic"] != MAGIC or header["version"] != VERSION:
-            raise ArenaError(f"{path} is no arena of version {VERSION}")
+        if header["magic"] != ARENA_MAGIC or header["version"] != ARENA_VERSION:
+            raise ArenaError(f"{path} is no arena of version {ARENA_VERSION}")
         self.geometry = ArenaGeometry(int(header["segments"]), int(header["segment_bytes"]))
         if self.geometry.file_bytes != length:
             raise ArenaError(f"{path} has {length} bytes, its header says {self.geometry.file_bytes}")
         self.arena_id = int(header["arena_id"])
         geometry = self.geometry
         count = geometry.segments * geometry.headers_per_segment
-        table = self.memory[geometry.headers_start :][: count * SLOT_HEADER.itemsize]
-        self.headers: npt.NDArray[Any] = table.view(SLOT_HEADER)
-        self.segment_slot_bytes: npt.NDArray[np.uint64] = self.memory[FILE_HEADER_BYTES:][: geometry.segments * 8].view(
+        table = self.memory[geometry.headers_start :][: count * CELL_HEADER.itemsize]
+        self.headers: npt.NDArray[Any] = table.view(CELL_HEADER)
+        self.segment_cell_bytes: npt.NDArray[np.uint64] = self.memory[FILE_HEADER_BYTES:][: geometry.segments * 8].view(
             "<u8"
         )
 
     @classmethod
     def attach(cls, path: Path, arena_id: int) -> ArenaMapping:
-        """Map another process's arena for reading and writing slots.
+        """Map another process's arena for reading and writing cells.
 
         Raises:
             ArenaError: the file at that path is another arena or none.
@@ -116,11 +107,11 @@ class ArenaMapping:
         """Who made the arena, as given to `Arena.create`."""
         return owner_of(self.memory)
 
-    def offsets(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Offsets in the file of the data of slots."""
+    def offsets(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Offsets in the file of the data of cells."""
         geometry = self.geometry
-        segment, index = np.divmod(slots, geometry.headers_per_segment)
-        size = self.segment_slot_bytes[segment].astype(np.int64)
+        segment, index = np.divmod(cells, geometry.headers_per_segment)
+        size = self.segment_cell_bytes[segment].astype(np.int64)
         return geometry.data_start + segment * geometry.segment_bytes + index * size
 
     def data(self, offset: int, length: int) -> Bytes:
@@ -158,7 +149,7 @@ class Arena(ArenaMapping):
         """
         head = new_file_header(geometry, owner or {})
         _check_room(path, geometry)
-        temporary, descriptor = _new_locked_file(path)
+        temporary, descriptor = new_locked_file(path)
         try:
             os.ftruncate(descriptor, geometry.file_bytes)
             _allocate(path, descriptor, geometry.data_start, geometry.segments * geometry.segment_bytes)
@@ -182,7 +173,7 @@ class Arena(ArenaMapping):
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            _lock(path, descriptor)
+            lock_file(path, descriptor)
             return cls(path, descriptor)
         except BaseException:
             os.close(descriptor)
@@ -194,44 +185,44 @@ class Arena(ArenaMapping):
         self._generation += count
         return np.arange(first, first + count, dtype=np.uint64)
 
-    def slots_in(self, segment: int) -> int:
-        """Slots the segment is divided into; 0 when it has no size class yet."""
-        size = int(self.segment_slot_bytes[segment])
+    def cells_in(self, segment: int) -> int:
+        """Cells the segment is divided into; 0 when it has no size class yet."""
+        size = int(self.segment_cell_bytes[segment])
         return self.geometry.segment_bytes // size if size else 0
 
-    def divide_segment(self, segment: int, slot_bytes: int) -> range:
-        """Give a segment (whose slots are all empty) to a size class; returns its slots.
+    def divide_segment(self, segment: int, cell_bytes: int) -> range:
+        """Give a segment (whose cells are all empty) to a size class; returns its cells.
 
         Raises:
-            ArenaError: shared memory is full, there is no room for the slot headers.
+            ArenaError: shared memory is full, there is no room for the cell headers.
         """
         first = segment * self.geometry.headers_per_segment
-        count = self.geometry.segment_bytes // slot_bytes
-        start = self.geometry.headers_start + first * SLOT_HEADER.itemsize
-        _allocate(self.path, self._descriptor, start, count * SLOT_HEADER.itemsize)
-        self.segment_slot_bytes[segment] = 0
+        count = self.geometry.segment_bytes // cell_bytes
+        start = self.geometry.headers_start + first * CELL_HEADER.itemsize
+        _allocate(self.path, self._descriptor, start, count * CELL_HEADER.itemsize)
+        self.segment_cell_bytes[segment] = 0
         self.headers["state"][first : first + count] = EMPTY
-        self.segment_slot_bytes[segment] = slot_bytes
+        self.segment_cell_bytes[segment] = cell_bytes
         return range(first, first + count)
 
-    def mark_writing(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64], length: int) -> None:
-        """Begin to fill slots: whatever they held is gone, their headers carry the new generation."""
+    def mark_writing(self, cells: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64], length: int) -> None:
+        """Begin to fill cells: whatever they held is gone, their headers carry the new generation."""
         headers = self.headers
-        headers["state"][slots] = WRITING
-        headers["generation"][slots] = generations
-        headers["length"][slots] = length
+        headers["state"][cells] = WRITING
+        headers["generation"][cells] = generations
+        headers["length"][cells] = length
 
     def mark_valid(
         self,
-        slots: npt.NDArray[np.int64],
+        cells: npt.NDArray[np.int64],
         keys: Sequence[bytes],
         checksums: npt.NDArray[np.uint64],
         label: bytes,
         expires: npt.NDArray[np.float64] | float,
     ) -> None:
-        """The slots hold whole pages now. The state is written last, so a death before it leaves the slot dropped."""
+        """The cells hold whole pages now. The state is written last, so a death before it leaves the cell dropped."""
         headers = self.headers
-        rows = headers[slots]
+        rows = headers[cells]
         rows["key_bytes"] = [len(key) for key in keys]
         rows["key"] = np.array(keys, dtype=f"S{MAX_KEY_BYTES}").view(np.uint8).reshape(-1, MAX_KEY_BYTES)
         rows["label_bytes"] = len(label)
@@ -239,16 +230,16 @@ class Arena(ArenaMapping):
         rows["checksum"] = checksums
         rows["expires"] = expires
         rows["seal"] = seals_of(rows)
-        headers[slots] = rows
-        headers["state"][slots] = VALID
+        headers[cells] = rows
+        headers["state"][cells] = VALID
 
-    def mark_empty(self, slots: npt.NDArray[np.int64] | int) -> None:
-        """The slots hold nothing."""
-        self.headers["state"][slots] = EMPTY
+    def mark_empty(self, cells: npt.NDArray[np.int64] | int) -> None:
+        """The cells hold nothing."""
+        self.headers["state"][cells] = EMPTY
 
     def survivors(self) -> Iterator[Survivor]:
-        """The whole pages in the arena, oldest first within a segment's order of generations; slots that were being
-        written and slots whose header is damaged become empty."""
+        """The whole pages in the arena, oldest first within a segment's order of generations; cells that were being
+        written and cells whose header is damaged become empty."""
         found: list[Survivor] = []
         for segment in range(self.geometry.segments):
             found.extend(self._survivors_in(segment))
@@ -256,22 +247,22 @@ class Arena(ArenaMapping):
         return iter(found)
 
     def _survivors_in(self, segment: int) -> Iterator[Survivor]:
-        size = int(self.segment_slot_bytes[segment])
-        if not MIN_SLOT_BYTES <= size <= self.geometry.segment_bytes or size % SLOT_ALIGNMENT:
-            self.segment_slot_bytes[segment] = 0
+        size = int(self.segment_cell_bytes[segment])
+        if not MIN_CELL_BYTES <= size <= self.geometry.segment_bytes or size % CELL_ALIGNMENT:
+            self.segment_cell_bytes[segment] = 0
             return
         first = segment * self.geometry.headers_per_segment
-        slots = np.arange(first, first + self.slots_in(segment))
-        rows = self.headers[slots]
+        cells = np.arange(first, first + self.cells_in(segment))
+        rows = self.headers[cells]
         good = rows["state"] == VALID
         good[good] = seals_of(rows[good]) == rows["seal"][good]
         good &= (
             (rows["length"] <= size) & (rows["key_bytes"] <= MAX_KEY_BYTES) & (rows["label_bytes"] <= MAX_LABEL_BYTES)
         )
-        self.mark_empty(slots[~good & (rows["state"] != EMPTY)])
-        for slot, row in zip(slots[good].tolist(), rows[good], strict=True):
+        self.mark_empty(cells[~good & (rows["state"] != EMPTY)])
+        for cell, row in zip(cells[good].tolist(), rows[good], strict=True):
             yield Survivor(
-                slot,
+                cell,
                 row["key"][: row["key_bytes"]].tobytes(),
                 row["label"][: row["label_bytes"]].tobytes(),
                 int(row["length"]),
@@ -292,51 +283,6 @@ class Arena(ArenaMapping):
             self._descriptor = -1
 
 
-def remove_if_unlocked(path: Path) -> bool:
-    """Delete an arena file that no living process owns; False when there is none.
-
-    Raises:
-        ArenaLocked: its owner lives.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        _lock(path, descriptor)
-        path.unlink(missing_ok=True)
-        return True
-    finally:
-        os.close(descriptor)
-
-
-def read_owner(path: Path) -> dict[str, Any]:
-    """Who made the arena at `path`; ArenaError when it is none."""
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-        head = np.frombuffer(file.read(FILE_HEADER_BYTES), dtype=np.uint8)
-    if head.size < FILE_HEADER_BYTES or head[: FILE_HEADER.itemsize].view(FILE_HEADER)[0]["magic"] != MAGIC:
-        raise ArenaError(f"{path} is no arena")
-    return owner_of(head)
-
-
-def _new_locked_file(path: Path) -> tuple[Path, int]:
-    """An empty file beside `path`, and its descriptor.
-
-    A sweep that finds it between its making and its locking takes it for abandoned; then another is made.
-    """
-    while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _lock(temporary, descriptor)
-        except ArenaLocked:
-            os.close(descriptor)
-            continue
-        if os.fstat(descriptor).st_nlink:
-            return temporary, descriptor
-        os.close(descriptor)
-
-
 def _check_room(path: Path, geometry: ArenaGeometry) -> None:
     try:
         status = os.statvfs(path.parent)
@@ -353,76 +299,6 @@ def _allocate(path: Path, descriptor: int, start: int, length: int) -> None:
         os.posix_fallocate(descriptor, start, length)
     except OSError as error:
         raise ArenaError(f"no {length} bytes of shared memory for the arena {path}: {error.strerror}") from error
-
-
-def _lock(path: Path, descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ArenaLocked(f"the arena {path} belongs to a living process") from None
-
-
-logger = logging.getLogger("hicache_ray.storage.shard.arena")
-
-SHARED_MEMORY = Path("/dev/shm")
-_PREFIX, _SUFFIX = "hicache-", ".arena"
-
-
-class Process(NamedTuple):
-    """A process, told apart from a later one with the same id by when it started (clock ticks after boot)."""
-
-    pid: int
-    started: int
-
-    @classmethod
-    def running(cls, pid: int) -> Process | None:
-        """The process that has the id now, None when there is none."""
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return None
-        # The name, in parentheses, may hold spaces: the fields are counted from its end.
-        return cls(pid, int(stat.rpartition(")")[2].split()[19]))
-
-    @property
-    def alive(self) -> bool:
-        """Whether this very process still runs."""
-        return Process.running(self.pid) == self
-
-
-def arena_path(folder: Path, member: str, token: str) -> Path:
-    """Where the arena of a pool's member is: the token tells a pool from earlier ones of its name."""
-    return folder / f"{_PREFIX}{token}-{member}{_SUFFIX}"
-
-
-def arenas_of(folder: Path, token: str) -> list[Path]:
-    """The arenas of one pool, half-made ones included."""
-    return [path for path in _arena_files(folder) if path.name.lstrip(".").startswith(f"{_PREFIX}{token}-")]
-
-
-def sweep(folder: Path, is_stale: Callable[[Mapping[str, Any]], bool]) -> list[Path]:
-    """Delete the arenas that no living process owns and whose owner will not come back; returns them.
-
-    Args:
-        is_stale: says so from the facts that the owner left in the file.
-    """
-    removed = []
-    for path in _arena_files(folder):
-        try:
-            half_made = path.name.startswith(".")
-            if (half_made or is_stale(read_owner(path))) and remove_if_unlocked(path):
-                removed.append(path)
-        except ArenaLocked:
-            continue
-        except (ArenaError, OSError) as error:
-            logger.warning("the file %s looks like an arena but can't be read; delete it by hand: %s", path, error)
-    return removed
-
-
-def _arena_files(folder: Path) -> list[Path]:
-    whole = folder.glob(f"{_PREFIX}*{_SUFFIX}")
-    half_made = folder.glob(f".{_PREFIX}*{_SUFFIX}.*")
-    return sorted([*whole, *half_made])
 
 
 MADV_POPULATE_WRITE = 23

@@ -14,22 +14,22 @@ class Page:
     """One stored page of a shard: where it is, who reads it, how it was used.
 
     Attributes:
-        key, slot, slot_bytes, label: what it is and where it lies; `label` is its namespace's.
+        key, cell, cell_bytes, label: what it is and where it lies; `label` is its namespace's.
         order: the policy that ranks it.
         leases: readers that copy it now.
         tick: when it was last used (the shard's logical counter).
         frequency: uses since it came, as far as its policy counts.
         expires: clock time after which it is a miss; infinity without TTL.
-        stored: False once it left the index; its slot may still be leased.
+        stored: False once it left the index; its cell may still be leased.
     """
 
-    __slots__ = ("expires", "frequency", "key", "label", "leases", "order", "slot", "slot_bytes", "stored", "tick")
+    __slots__ = ("expires", "frequency", "key", "label", "leases", "order", "cell", "cell_bytes", "stored", "tick")
 
     def __init__(
         self,
         key: bytes,
-        slot: int,
-        slot_bytes: int,
+        cell: int,
+        cell_bytes: int,
         label: bytes,
         order: EvictionPolicy,
         tick: int,
@@ -37,8 +37,8 @@ class Page:
     ) -> None:
         self.key = key
         self.order = order
-        self.slot = slot
-        self.slot_bytes = slot_bytes
+        self.cell = cell
+        self.cell_bytes = cell_bytes
         self.label = label
         self.leases = 0
         self.tick = tick
@@ -200,14 +200,14 @@ class S3Fifo:
 
 _ABSENT = object()
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "fifo": Fifo, "lfu": Lfu, "s3fifo": S3Fifo}
+SHARD_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "fifo": Fifo, "lfu": Lfu, "s3fifo": S3Fifo}
 
 
 def make_policy(name: str) -> EvictionPolicy:
     """A new, empty policy of that name; ValueError lists the known ones."""
-    if name not in POLICIES:
-        raise ValueError(f"unknown storage eviction policy {name!r}; known are {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]()
+    if name not in SHARD_POLICIES:
+        raise ValueError(f"unknown storage eviction policy {name!r}; known are {', '.join(sorted(SHARD_POLICIES))}")
+    return SHARD_POLICIES[name]()
 
 
 def _first_free(order: OrderedDict[Page, None]) -> Page | None:

@@ -15,8 +15,8 @@ from hicache_ray.storage.shard.layout import MAX_LABEL_BYTES
 MISSING, GRANTED, EXISTING, REFUSED = 0, 1, 2, 3
 """Status of a grant: the page is not here; here it may be read or written; it is stored already; there is no room."""
 
-GRANT = np.dtype([("slot", "<i8"), ("offset", "<i8"), ("generation", "<u8"), ("checksum", "<u8"), ("status", "<i8")])
-"""What a client is told about one page: the slot, where its data is in the arena file, the generation that the slot's
+GRANT = np.dtype([("cell", "<i8"), ("offset", "<i8"), ("generation", "<u8"), ("checksum", "<u8"), ("status", "<i8")])
+"""What a client is told about one page: the cell, where its data is in the arena file, the generation that the cell's
 header shows as long as the grant is good, the checksum of the data (reads only), and the status."""
 
 Grants = npt.NDArray[Any]
@@ -28,7 +28,7 @@ class NamespaceLimit:
     """What pages of one namespace label may use.
 
     Attributes:
-        quota_bytes: most bytes of slots, None: no limit. Beyond it the namespace's own pages are evicted.
+        quota_bytes: most bytes of cells, None: no limit. Beyond it the namespace's own pages are evicted.
         ttl: seconds a page is served after it was stored, None: for ever.
     """
 
@@ -57,7 +57,7 @@ class HeldPage(NamedTuple):
         length: bytes.
         expires: clock time after which it is a miss.
         checksum: xxh3_64 of its bytes.
-        slot, offset: where it is.
+        cell, offset: where it is.
     """
 
     key: bytes
@@ -65,7 +65,7 @@ class HeldPage(NamedTuple):
     length: int
     expires: float
     checksum: int
-    slot: int
+    cell: int
     offset: int
 
 

@@ -1,7 +1,7 @@
-"""Where things are in an arena file: the file header, the segment table, the slot headers, the segments, in order.
+"""Where things are in an arena file: the file header, the segment table, the cell headers, the segments, in order.
 
-A segment holds slots of one size; which size is decided when the first page of a new size needs room, so one arena
-takes pages of several models.
+A cell is the room of one page. A segment holds cells of one size; the size is decided when the first page of a new size
+needs room, so one arena takes pages of several models.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import xxhash
 
 from hicache_ray.storage.base import Bytes
 
-MAGIC = b"HICARENA"
-VERSION = 1
+ARENA_MAGIC = b"HICARENA"
+ARENA_VERSION = 1
 FILE_HEADER_BYTES = 4096
 OWNER_START = 2048
 ALIGNMENT = 4096
-MIN_SLOT_BYTES = 1024
-"""Smallest slot: bounds the number of slot headers that are laid out (not: touched) a segment."""
-SLOT_ALIGNMENT = 64
+MIN_CELL_BYTES = 1024
+"""Smallest cell: bounds the number of cell headers that are laid out (not: touched) a segment."""
+CELL_ALIGNMENT = 64
 MAX_KEY_BYTES = 80
 MAX_LABEL_BYTES = 56
 
@@ -41,7 +41,7 @@ FILE_HEADER = np.dtype(
         ("incarnation", "<u8"),
     ]
 )
-SLOT_HEADER = np.dtype(
+CELL_HEADER = np.dtype(
     [
         ("state", "<u4"),
         ("reserved", "<u4"),
@@ -56,8 +56,8 @@ SLOT_HEADER = np.dtype(
         ("seal", "<u8"),
     ]
 )
-_SEALED = slice(8, SLOT_HEADER.itemsize - 8)
-"""The bytes of a slot header that its seal covers: all but the state, which is written last, and the seal itself."""
+_SEALED = slice(8, CELL_HEADER.itemsize - 8)
+"""The bytes of a cell header that its seal covers: all but the state, which is written last, and the seal itself."""
 
 
 class ArenaError(RuntimeError):
@@ -79,42 +79,42 @@ class ArenaGeometry(NamedTuple):
         """Split a budget into segments; by default at least 8 of them, of 64 MiB or of a 64th of a large budget.
 
         Raises:
-            ValueError: the budget or the segment is smaller than the smallest slot.
+            ValueError: the budget or the segment is smaller than the smallest cell.
         """
         if segment_bytes is None:
             wanted = max(budget_bytes // 64, min(64 << 20, budget_bytes // 8))
-            segment_bytes = max(MIN_SLOT_BYTES, wanted - wanted % MIN_SLOT_BYTES)
-        if segment_bytes < MIN_SLOT_BYTES or budget_bytes < segment_bytes:
+            segment_bytes = max(MIN_CELL_BYTES, wanted - wanted % MIN_CELL_BYTES)
+        if segment_bytes < MIN_CELL_BYTES or budget_bytes < segment_bytes:
             raise ValueError(
                 f"an arena of {budget_bytes} bytes in segments of {segment_bytes}: "
-                f"both must be at least {MIN_SLOT_BYTES} and the budget must hold one segment"
+                f"both must be at least {MIN_CELL_BYTES} and the budget must hold one segment"
             )
         return cls(budget_bytes // segment_bytes, segment_bytes)
 
     @property
     def headers_per_segment(self) -> int:
-        """Slot headers laid out for each segment."""
-        return self.segment_bytes // MIN_SLOT_BYTES
+        """Cell headers laid out for each segment."""
+        return self.segment_bytes // MIN_CELL_BYTES
 
     @property
     def headers_start(self) -> int:
-        """Offset of the slot headers in the file."""
+        """Offset of the cell headers in the file."""
         return FILE_HEADER_BYTES + round_up(self.segments * 8, ALIGNMENT)
 
     @property
     def data_start(self) -> int:
         """Offset of the first segment in the file."""
-        return self.headers_start + round_up(self.segments * self.headers_per_segment * SLOT_HEADER.itemsize, ALIGNMENT)
+        return self.headers_start + round_up(self.segments * self.headers_per_segment * CELL_HEADER.itemsize, ALIGNMENT)
 
     @property
     def file_bytes(self) -> int:
-        """Length of the file. Memory is used for the segments and for the headers of slots in use."""
+        """Length of the file. Memory is used for the segments and for the headers of cells in use."""
         return self.data_start + self.segments * self.segment_bytes
 
 
-def slot_bytes_for(length: int) -> int:
-    """Slot size of a page of `length` bytes."""
-    return max(MIN_SLOT_BYTES, round_up(length, SLOT_ALIGNMENT))
+def cell_bytes_for(length: int) -> int:
+    """Cell size of a page of `length` bytes."""
+    return max(MIN_CELL_BYTES, round_up(length, CELL_ALIGNMENT))
 
 
 def round_up(value: int, unit: int) -> int:
@@ -129,7 +129,15 @@ def new_file_header(geometry: ArenaGeometry, owner: Mapping[str, str | int]) -> 
     if len(facts) > room:
         raise ValueError(f"the owner's facts take {len(facts)} bytes, at most {room} fit")
     header = np.zeros(1, FILE_HEADER)
-    header[0] = (MAGIC, VERSION, len(facts), secrets.randbits(64), geometry.segments, geometry.segment_bytes, 0)
+    header[0] = (
+        ARENA_MAGIC,
+        ARENA_VERSION,
+        len(facts),
+        secrets.randbits(64),
+        geometry.segments,
+        geometry.segment_bytes,
+        0,
+    )
     return header.tobytes().ljust(OWNER_START, b"\0") + facts.ljust(room, b"\0")
 
 
@@ -147,6 +155,6 @@ def owner_of(head: Bytes) -> dict[str, Any]:
 
 
 def seals_of(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """What the seals of slot headers must be for the headers to be believed."""
-    raw = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, SLOT_HEADER.itemsize)[:, _SEALED]
+    """What the seals of cell headers must be for the headers to be believed."""
+    raw = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, CELL_HEADER.itemsize)[:, _SEALED]
     return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in raw], dtype=np.uint64)

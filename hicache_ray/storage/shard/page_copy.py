@@ -1,11 +1,12 @@
-"""Copies of pages that take their checksum on the way, while the bytes are in the processor's cache.
+"""Copies pages, and takes their checksum on the way, while the bytes are in the processor's cache.
 
 All checksums are xxh3_64 of a page's bytes in the order of its segments, whatever its strides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -13,8 +14,10 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from hicache_ray.storage.base import Bytes
 
-CHUNK_BYTES = 256 << 10
+COPY_CHUNK_BYTES = 256 << 10
 """Bytes copied before they are hashed: a part of a processor's second-level cache."""
+LEAST_BYTES_A_THREAD = 2 << 20
+"""Below that, waking another thread costs more than it copies."""
 
 
 def checksum_of(page: Bytes) -> int:
@@ -27,38 +30,73 @@ def checksum_of(page: Bytes) -> int:
     return state.intdigest()
 
 
-def store_page(slot: Bytes, page: Bytes) -> int:
-    """Copy a host page [..., segment_bytes] to a slot [page_bytes]; returns the checksum of what was read.
+def store_page(cell: Bytes, page: Bytes) -> int:
+    """Copy a host page [..., segment_bytes] to a cell [page_bytes]; returns the checksum of what was read.
 
-    The source is hashed, not the copy: should another process scribble over the slot meanwhile, the checksum is still
+    The source is hashed, not the copy: should another process scribble over the cell meanwhile, the checksum is still
     that of the right bytes and readers see the difference.
     """
-    if not page.flags.c_contiguous or page.nbytes <= CHUNK_BYTES:
+    if not page.flags.c_contiguous or page.nbytes <= COPY_CHUNK_BYTES:
         checksum = checksum_of(page)
-        np.copyto(slot.reshape(page.shape), page)
+        np.copyto(cell.reshape(page.shape), page)
         return checksum
     source, state = page.reshape(-1), xxh3_64()
-    for start in range(0, source.size, CHUNK_BYTES):
-        part = source[start : start + CHUNK_BYTES]
+    for start in range(0, source.size, COPY_CHUNK_BYTES):
+        part = source[start : start + COPY_CHUNK_BYTES]
         state.update(cast(Any, part))
-        np.copyto(slot[start : start + CHUNK_BYTES], part)
+        np.copyto(cell[start : start + COPY_CHUNK_BYTES], part)
     return state.intdigest()
 
 
-def load_page(page: Bytes, slot: Bytes) -> int:
-    """Copy a slot [page_bytes] to a host page [..., segment_bytes]; returns the checksum of what arrived.
+def load_page(page: Bytes, cell: Bytes) -> int:
+    """Copy a cell [page_bytes] to a host page [..., segment_bytes]; returns the checksum of what arrived.
 
     The copy is hashed, not the source: what counts is what the reader ends up with.
     """
-    if not page.flags.c_contiguous or page.nbytes <= CHUNK_BYTES:
-        np.copyto(page, slot.reshape(page.shape))
+    if not page.flags.c_contiguous or page.nbytes <= COPY_CHUNK_BYTES:
+        np.copyto(page, cell.reshape(page.shape))
         return checksum_of(page)
     target, state = page.reshape(-1), xxh3_64()
-    for start in range(0, target.size, CHUNK_BYTES):
-        part = target[start : start + CHUNK_BYTES]
-        np.copyto(part, slot[start : start + CHUNK_BYTES])
+    for start in range(0, target.size, COPY_CHUNK_BYTES):
+        part = target[start : start + COPY_CHUNK_BYTES]
+        np.copyto(part, cell[start : start + COPY_CHUNK_BYTES])
         state.update(cast(Any, part))
     return state.intdigest()
+
+
+class Copier:
+    """Copies the pages of one operation in up to `threads` threads, of which the caller is one. Thread-safe."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
+        self._executor = ThreadPoolExecutor(threads - 1, "l3-copy") if threads > 1 else None
+
+    def run(self, copy: Callable[[Bytes, Bytes], int], targets: Sequence[Bytes], sources: Sequence[Bytes]) -> list[int]:
+        """The checksums of all copies, in order; raises what a copy raises.
+
+        Args:
+            copy: `store_page` or `load_page`.
+        """
+        total = sum(page.nbytes for page in targets[:1]) * len(targets)
+        parts = max(1, min(self._threads, total // LEAST_BYTES_A_THREAD))
+        if self._executor is None or parts == 1:
+            return _copied(copy, targets, sources)
+        size = -(-len(targets) // parts)
+        shares = [slice(start, start + size) for start in range(0, len(targets), size)]
+        others = [self._executor.submit(_copied, copy, targets[share], sources[share]) for share in shares[1:]]
+        checksums = _copied(copy, targets[shares[0]], sources[shares[0]])
+        for other in others:
+            checksums += other.result()
+        return checksums
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+
+
+def _copied(copy: Callable[[Bytes, Bytes], int], targets: Sequence[Bytes], sources: Sequence[Bytes]) -> list[int]:
+    return [copy(target, source) for target, source in zip(targets, sources, strict=True)]
 
 
 def _rows(page: Bytes) -> Iterator[Any]:

@@ -28,10 +28,8 @@ from hicache_ray.storage.shard.grants import (
     EXISTING,
     GRANT,
     GRANTED,
-    MISSING,
     REFUSED,
     Flags,
-    Grants,
     HeldPage,
     Lease,
     NamespaceLimit,
@@ -39,26 +37,9 @@ from hicache_ray.storage.shard.grants import (
     ShardStats,
     namespace_label,
 )
-from hicache_ray.storage.shard.layout import MAX_KEY_BYTES, MAX_LABEL_BYTES, seals_of, slot_bytes_for
+from hicache_ray.storage.shard.layout import MAX_KEY_BYTES, MAX_LABEL_BYTES, cell_bytes_for, seals_of
 from hicache_ray.storage.shard.page_copy import checksum_of
 from hicache_ray.storage.shard.residents import Residents, named_pages
-
-__all__ = [
-    "EXISTING",
-    "GRANT",
-    "GRANTED",
-    "MISSING",
-    "REFUSED",
-    "Flags",
-    "Grants",
-    "HeldPage",
-    "Lease",
-    "NamespaceLimit",
-    "Reservation",
-    "Shard",
-    "ShardStats",
-    "namespace_label",
-]
 
 REMEMBERED_COMMITS = 1024
 AUDIT_PAGES = 64
@@ -67,9 +48,9 @@ _COUNTED = ("stored", "existing", "refused", "expired", "corrupt", "asked", "hit
 
 class _Reserved(NamedTuple):
     keys: list[bytes]
-    slots: list[int]
+    cells: list[int]
     length: int
-    slot_bytes: int
+    cell_bytes: int
     label: bytes
     deadline: float
     expires: npt.NDArray[np.float64] | None
@@ -126,25 +107,25 @@ class Shard:
             return flags
 
     def reserve(self, keys: Sequence[bytes], length: int, label: bytes = b"") -> Reservation:
-        """Slots to write pages of `length` bytes into.
+        """Cells to write pages of `length` bytes into.
 
         Per key the status is EXISTING (nothing to write), GRANTED (write `length` bytes at the offset, then commit) or
         REFUSED (no room that may be taken: the rest of the keys is refused too). Other pages may be evicted. Two
-        writers of one key both get a slot; the first commit wins.
+        writers of one key both get a cell; the first commit wins.
 
         Raises:
-            ValueError: a key, the label or the length does not fit an arena's slot.
+            ValueError: a key, the label or the length does not fit an arena's cell.
         """
-        slot_bytes = self._checked_size(keys, length, label)
+        cell_bytes = self._checked_size(keys, length, label)
         with self._lock:
             self._expire()
             present = [self._residents.get(key) for key in keys]
             self._residents.touch([page for page in present if page is not None])
             wanted = [i for i, page in enumerate(present) if page is None]
-            slots = self._residents.take_slots(slot_bytes, len(wanted), label)
+            cells = self._residents.take_cells(cell_bytes, len(wanted), label)
             self._counts["existing"] += len(keys) - len(wanted)
-            self._counts["refused"] += len(wanted) - len(slots)
-            return self._grant(keys, wanted, slots, length, label, None)
+            self._counts["refused"] += len(wanted) - len(cells)
+            return self._grant(keys, wanted, cells, length, label, None)
 
     def offer(
         self, keys: Sequence[bytes], length: int, label: bytes, expires: npt.NDArray[np.float64], displace: bool
@@ -153,24 +134,24 @@ class Shard:
 
         Args:
             expires: clock time, per key, after which it is a miss.
-            displace: whether other pages may be evicted; if not, what finds no free slot is REFUSED.
+            displace: whether other pages may be evicted; if not, what finds no free cell is REFUSED.
 
         Raises:
             ValueError: as `reserve`.
         """
-        slot_bytes = self._checked_size(keys, length, label)
+        cell_bytes = self._checked_size(keys, length, label)
         with self._lock:
             self._expire()
             wanted = [i for i, key in enumerate(keys) if self._residents.get(key) is None]
-            slots = self._residents.take_slots(slot_bytes, len(wanted), label, evict=displace)
-            return self._grant(keys, wanted, slots, length, label, expires[wanted[: len(slots)]])
+            cells = self._residents.take_cells(cell_bytes, len(wanted), label, evict=displace)
+            return self._grant(keys, wanted, cells, length, label, expires[wanted[: len(cells)]])
 
     def commit(self, reservation: int, checksums: npt.NDArray[np.uint64], good: Flags | None = None) -> Flags:
         """The granted pages of a reservation are written: they become visible. One flag per granted page.
 
         Args:
             checksums: xxh3_64 of each granted page, in the order of the grants.
-            good: which of them were written; the others' slots are given back and their flag is False.
+            good: which of them were written; the others' cells are given back and their flag is False.
 
         A reservation that expired, was aborted or is unknown gives all False. Committing twice gives the first answer.
 
@@ -193,17 +174,12 @@ class Shard:
             return flags
 
     def reserved(self, reservation: int) -> tuple[list[int], int]:
-        """File offsets of a reservation's granted slots and the bytes a page; ([], 0) for one that is not open."""
+        """File offsets of a reservation's granted cells and the bytes a page; ([], 0) for one that is not open."""
         with self._lock:
             held = self._reserved.get(reservation)
             if held is None:
                 return [], 0
-            return self.arena.offsets(np.array(held.slots, np.int64)).tolist(), held.length
-
-    def abort(self, reservation: int) -> None:
-        """Give the reserved slots back. Harmless for an unknown reservation."""
-        with self._lock:
-            self._abandon(self._reserved.pop(reservation, None))
+            return self.arena.offsets(np.array(held.cells, np.int64)).tolist(), held.length
 
     def acquire(self, keys: Sequence[bytes], length: int) -> Lease:
         """Lease the stored pages among `keys` for reading: status GRANTED with offset, generation and checksum, or
@@ -217,31 +193,32 @@ class Shard:
             if not found:
                 return Lease(0, grants)
             where, pages = [i for i, _ in found], [page for _, page in found]
-            slots = np.array([page.slot for page in pages], dtype=np.int64)
+            cells = np.array([page.cell for page in pages], dtype=np.int64)
             self._counts["hits"] += len(pages)
             self._residents.touch(pages)
             headers = self.arena.headers
-            grants["slot"][where] = slots
-            grants["offset"][where] = self.arena.offsets(slots)
-            grants["generation"][where] = headers["generation"][slots]
-            grants["checksum"][where] = headers["checksum"][slots]
+            grants["cell"][where] = cells
+            grants["offset"][where] = self.arena.offsets(cells)
+            grants["generation"][where] = headers["generation"][cells]
+            grants["checksum"][where] = headers["checksum"][cells]
             grants["status"][where] = GRANTED
             return Lease(self._lease(pages), grants)
 
-    def release(self, lease: int, suspects: Sequence[int] = ()) -> None:
-        """End a lease; harmless for one that is unknown or expired.
+    def release(self, identity: int, suspects: Sequence[int] = ()) -> None:
+        """End a lease, or give up a reservation; harmless for one that is unknown or expired.
 
         Args:
-            suspects: slots of the lease whose bytes did not match for the reader. Those that do not match for the shard
+            suspects: cells of the lease whose bytes did not match for the reader. Those that do not match for the shard
                 either are dropped, so that the page can be stored again.
         """
         with self._lock:
-            held = self._leased.pop(lease, None)
+            self._abandon(self._reserved.pop(identity, None))
+            held = self._leased.pop(identity, None)
             if held is None:
                 return
             suspected = set(suspects)
             for page in held.pages:
-                if page.slot in suspected and page.stored and not self._intact(page):
+                if page.cell in suspected and page.stored and not self._intact(page):
                     self._counts["corrupt"] += 1
                     self._residents.drop(page)
                 self._residents.end_lease(page)
@@ -310,7 +287,7 @@ class Shard:
                 pages=len(self._residents),
                 used_bytes=sum(self._residents.used_bytes.values()),
                 total_bytes=geometry.segments * geometry.segment_bytes,
-                reserved=sum(len(held.slots) for held in self._reserved.values()),
+                reserved=sum(len(held.cells) for held in self._reserved.values()),
                 leased=sum(len(held.pages) for held in self._leased.values()),
                 reopened=self._reopened,
                 evicted=self._residents.evicted,
@@ -321,14 +298,14 @@ class Shard:
             )
 
     def check_integrity(self, *, read_pages: bool = False) -> None:
-        """Compare index, headers, free slots, leases and byte counts; AssertionError names what differs.
+        """Compare index, headers, free cells, leases and byte counts; AssertionError names what differs.
 
         Args:
             read_pages: also compare every page with its checksum.
         """
         with self._lock:
             leases = [page for held in self._leased.values() for page in held.pages]
-            self._residents.check_integrity(leases, [(held.slot_bytes, held.slots) for held in self._reserved.values()])
+            self._residents.check_integrity(leases, [(held.cell_bytes, held.cells) for held in self._reserved.values()])
             damaged = self._residents.damaged()
         known = set(damaged)
         broken = [page for page in self._broken_pages() if page not in known] if read_pages else []
@@ -341,52 +318,52 @@ class Shard:
             raise ValueError(f"a page of {length} bytes does not fit a segment of {self.arena.geometry.segment_bytes}")
         if len(label) > MAX_LABEL_BYTES or any(not 0 < len(key) <= MAX_KEY_BYTES for key in keys):
             raise ValueError(f"keys must have 1 to {MAX_KEY_BYTES} bytes, a label at most {MAX_LABEL_BYTES}")
-        return slot_bytes_for(length)
+        return cell_bytes_for(length)
 
     def _grant(
         self,
         keys: Sequence[bytes],
         wanted: list[int],
-        slots: list[int],
+        cells: list[int],
         length: int,
         label: bytes,
         expires: npt.NDArray[np.float64] | None,
     ) -> Reservation:
-        """Reserve the slots for the first of the wanted keys; the other wanted keys are refused."""
+        """Reserve the cells for the first of the wanted keys; the other wanted keys are refused."""
         grants = np.zeros(len(keys), GRANT)
-        granted, refused = wanted[: len(slots)], wanted[len(slots) :]
+        granted, refused = wanted[: len(cells)], wanted[len(cells) :]
         grants["status"] = EXISTING
         grants["status"][refused] = REFUSED
         if not granted:
             return Reservation(0, grants)
-        numbers = np.array(slots, dtype=np.int64)
-        generations = self.arena.next_generation(len(slots))
+        numbers = np.array(cells, dtype=np.int64)
+        generations = self.arena.next_generation(len(cells))
         self.arena.mark_writing(numbers, generations, length)
-        grants["slot"][granted] = numbers
+        grants["cell"][granted] = numbers
         grants["offset"][granted] = self.arena.offsets(numbers)
         grants["generation"][granted] = generations
         grants["status"][granted] = GRANTED
         identity, deadline = next(self._ids), self._clock() + self._lease_seconds
-        chosen, size = [keys[i] for i in granted], slot_bytes_for(length)
-        self._reserved[identity] = _Reserved(chosen, slots, length, size, label, deadline, expires)
+        chosen, size = [keys[i] for i in granted], cell_bytes_for(length)
+        self._reserved[identity] = _Reserved(chosen, cells, length, size, label, deadline, expires)
         return Reservation(identity, grants)
 
     def _store(self, held: _Reserved, checksums: npt.NDArray[np.uint64], flags: Flags) -> None:
-        """Make the flagged pages visible; the slots of the others, and of keys somebody stored meanwhile, are free."""
+        """Make the flagged pages visible; the cells of the others, and of keys somebody stored meanwhile, are free."""
         new: dict[bytes, int] = {}
-        for i, (key, slot, good) in enumerate(zip(held.keys, held.slots, flags.tolist(), strict=True)):
+        for i, (key, cell, good) in enumerate(zip(held.keys, held.cells, flags.tolist(), strict=True)):
             if good and key not in new and self._residents.get(key) is None:
                 new[key] = i
             else:
-                self._residents.give_slot(slot, held.slot_bytes, held.label)
+                self._residents.give_cell(cell, held.cell_bytes, held.label)
                 self._counts["existing"] += good
         if not new:
             return
         order = list(new.values())
         expires = self._expiry_of(held)[order]
-        slots = [held.slots[i] for i in order]
-        self.arena.mark_valid(np.array(slots, np.int64), list(new), checksums[order], held.label, expires)
-        self._watch_expiry(self._residents.add(list(new), slots, held.slot_bytes, held.label, expires.tolist()))
+        cells = [held.cells[i] for i in order]
+        self.arena.mark_valid(np.array(cells, np.int64), list(new), checksums[order], held.label, expires)
+        self._watch_expiry(self._residents.add(list(new), cells, held.cell_bytes, held.label, expires.tolist()))
         self._counts["stored" if held.expires is None else "received"] += len(new)
 
     def _expiry_of(self, held: _Reserved) -> npt.NDArray[np.float64]:
@@ -396,11 +373,11 @@ class Shard:
         return np.full(len(held.keys), math.inf if ttl is None else self._clock() + ttl)
 
     def _described(self, pages: Sequence[Page]) -> list[HeldPage]:
-        slots = np.array([page.slot for page in pages], dtype=np.int64)
-        rows = self.arena.headers[slots]
-        where = zip(rows["length"].tolist(), rows["checksum"].tolist(), self.arena.offsets(slots).tolist(), strict=True)
+        cells = np.array([page.cell for page in pages], dtype=np.int64)
+        rows = self.arena.headers[cells]
+        where = zip(rows["length"].tolist(), rows["checksum"].tolist(), self.arena.offsets(cells).tolist(), strict=True)
         return [
-            HeldPage(page.key, page.label, length, page.expires, checksum, page.slot, offset)
+            HeldPage(page.key, page.label, length, page.expires, checksum, page.cell, offset)
             for page, (length, checksum, offset) in zip(pages, where, strict=True)
         ]
 
@@ -408,11 +385,11 @@ class Shard:
         """Positions and pages of the keys that are stored with that length. A page whose header was damaged is dropped:
         it could neither be read nor be stored again."""
         found = [(i, page) for i, key in enumerate(keys) if (page := self._residents.get(key)) is not None]
-        fits = self.arena.headers["length"][[page.slot for _, page in found]] == length
+        fits = self.arena.headers["length"][[page.cell for _, page in found]] == length
         if fits.all():
             return found
         for _, page in itertools.compress(found, ~fits):
-            row = self.arena.headers[page.slot : page.slot + 1]
+            row = self.arena.headers[page.cell : page.cell + 1]
             if page.stored and seals_of(row) != row["seal"]:
                 self._counts["corrupt"] += 1
                 self._residents.drop(page)
@@ -440,8 +417,8 @@ class Shard:
         return broken
 
     def _intact(self, page: Page) -> bool:
-        header = self.arena.headers[page.slot]
-        offset = int(self.arena.offsets(np.array([page.slot], np.int64))[0])
+        header = self.arena.headers[page.cell]
+        offset = int(self.arena.offsets(np.array([page.cell], np.int64))[0])
         return checksum_of(self.arena.data(offset, int(header["length"]))) == int(header["checksum"])
 
     def _watch_expiry(self, pages: list[Page]) -> None:
@@ -467,6 +444,6 @@ class Shard:
     def _abandon(self, held: _Reserved | None) -> None:
         if held is None:
             return
-        self.arena.mark_empty(np.array(held.slots, np.int64))
-        for slot in held.slots:
-            self._residents.give_slot(slot, held.slot_bytes, held.label)
+        self.arena.mark_empty(np.array(held.cells, np.int64))
+        for cell in held.cells:
+            self._residents.give_cell(cell, held.cell_bytes, held.label)

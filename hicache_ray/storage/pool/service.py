@@ -10,34 +10,40 @@ import numpy as np
 from hicache_ray import faultpoints
 from hicache_ray.storage.base import Bytes
 from hicache_ray.storage.pool.membership import Membership
-from hicache_ray.storage.pool.wire import FAILED, OK, STALE, Commit, Offer, Reply, Request, WireError
+from hicache_ray.storage.pool.wire import FAILED, OK, STALE, Commit, KeyCall, Offer, Release, Reply
+from hicache_ray.storage.shard.grants import GRANTED, Flags, Grants
 from hicache_ray.storage.shard.page_copy import load_page, store_page
-from hicache_ray.storage.shard.shard import GRANTED, Flags, Grants, Shard
+from hicache_ray.storage.shard.shard import Shard
 
 
 class ShardService:
     """The calls of one storage actor. Thread-safe. No call raises for what a client sent: it answers FAILED with the
-    reason, so that a client can tell a bad request from a dead actor."""
+    reason, so that a client can tell a bad request from a dead actor.
+
+    Attributes:
+        shard: the pages.
+        membership: the newest membership this actor was told of.
+        on_membership: called after each change of it.
+    """
 
     def __init__(self, shard: Shard, membership: Membership) -> None:
         self.shard = shard
-        self._membership = membership
+        self.membership = membership
+        self.on_membership: Callable[[], None] = lambda: None
         self._mark = 0
         self._lock = threading.Lock()
-
-    @property
-    def membership(self) -> Membership:
-        """The newest membership this actor was told of."""
-        return self._membership
 
     def set_membership(self, message: bytes) -> int:
         """Learn a membership unless a newer one is known; returns the epoch known then."""
         membership = Membership.unpack(message)
         with self._lock:
-            if membership.epoch > self._membership.epoch:
-                self._membership = membership
+            is_newer = membership.epoch > self.membership.epoch
+            if is_newer:
+                self.membership = membership
                 self._mark = self.shard.mark()
-            return self._membership.epoch
+        if is_newer:
+            self.on_membership()
+        return self.membership.epoch
 
     @property
     def stores_by_membership(self) -> bool:
@@ -45,33 +51,26 @@ class ShardService:
         return self.shard.written_since(self._mark)
 
     def exists(self, message: bytes) -> bytes:
-        """Request -> flags, one per key."""
+        """KeyCall -> flags, one per key."""
         faultpoints.reach("actor.exists")
-        return self._answer(message, lambda request: (0, self.shard.exists(request.keys).tobytes()))
+        return self._answer(message, lambda call: (0, self.shard.exists(call.keys)))
 
     def reserve(self, message: bytes) -> bytes:
-        """Request -> reservation id and grants; see `Shard.reserve`."""
+        """KeyCall -> reservation id and grants; see `Shard.reserve`."""
         faultpoints.reach("actor.reserve")
-
-        def reserve(request: Request) -> tuple[int, bytes]:
-            reservation = self.shard.reserve(request.keys, request.length, request.label)
-            return reservation.id, reservation.grants.tobytes()
-
-        return self._answer(message, reserve)
+        return self._answer(message, lambda call: self.shard.reserve(call.keys, call.length, call.label))
 
     def offer(self, message: bytes) -> bytes:
         """Offer -> reservation id and grants, for another actor that brings pages; see `Shard.offer`."""
         faultpoints.reach("actor.offer")
         try:
             offer = Offer.unpack(message)
-        except WireError as error:
+        except ValueError as error:
             return self._reply(FAILED, 0, str(error).encode())
-
-        def receive(request: Request) -> tuple[int, bytes]:
-            reservation = self.shard.offer(request.keys, request.length, request.label, offer.expires, offer.displace)
-            return reservation.id, reservation.grants.tobytes()
-
-        return self._answer(offer.request, receive)
+        expires = np.array(offer.expires, np.float64)
+        return self._answer(
+            offer.call, lambda call: self.shard.offer(call.keys, call.length, call.label, expires, offer.displace)
+        )
 
     def commit(self, message: bytes, data: Bytes | None = None) -> bytes:
         """Commit -> flags, one per granted page.
@@ -82,23 +81,22 @@ class ShardService:
         faultpoints.reach("actor.commit")
         try:
             commit = Commit.unpack(message)
-            good = commit.good if data is None else commit.good & self._write(commit, data)
-            return self._reply(OK, 0, self.shard.commit(commit.reservation, commit.checksums, good).tobytes())
+            good = np.array(commit.good, np.bool_)
+            if data is not None:
+                good &= self._write(commit, data)
+            flags = self.shard.commit(commit.reservation, np.array(commit.checksums, np.uint64), good)
+            return self._reply(OK, 0, flags.tobytes())
         except ValueError as error:
             return self._reply(FAILED, 0, str(error).encode())
 
-    def abort(self, reservation: int) -> None:
-        """See `Shard.abort`."""
-        self.shard.abort(reservation)
-
     def acquire(self, message: bytes) -> bytes:
-        """Request -> lease id and grants; see `Shard.acquire`."""
+        """KeyCall -> lease id and grants; see `Shard.acquire`."""
         faultpoints.reach("actor.acquire")
 
-        def acquire(request: Request) -> tuple[int, bytes]:
-            lease = self.shard.acquire(request.keys, request.length)
-            faultpoints.damage("page.arena", lambda: self._granted(lease.grants, request.length))
-            return lease.id, lease.grants.tobytes()
+        def acquire(call: KeyCall) -> tuple[int, Grants]:
+            lease = self.shard.acquire(call.keys, call.length)
+            faultpoints.damage("page.arena", lambda: self._granted(lease.grants, call.length))
+            return lease
 
         return self._answer(message, acquire)
 
@@ -107,38 +105,35 @@ class ShardService:
         faultpoints.reach("actor.read")
         pages = np.empty((0, 0), np.uint8)
 
-        def read(request: Request) -> tuple[int, bytes]:
+        def read(call: KeyCall) -> tuple[int, Grants]:
             nonlocal pages
-            lease = self.shard.acquire(request.keys, request.length)
+            lease = self.shard.acquire(call.keys, call.length)
             granted = lease.grants[lease.grants["status"] == GRANTED]
-            faultpoints.damage("page.arena", lambda: self._granted(lease.grants, request.length))
-            pages = np.empty((len(granted), request.length), np.uint8)
+            faultpoints.damage("page.arena", lambda: self._granted(lease.grants, call.length))
+            pages = np.empty((len(granted), call.length), np.uint8)
             suspects = [
-                int(grant["slot"])
+                int(grant["cell"])
                 for page, grant in zip(pages, granted, strict=True)
-                if load_page(page, self.shard.arena.data(int(grant["offset"]), request.length)) != grant["checksum"]
+                if load_page(page, self.shard.arena.data(int(grant["offset"]), call.length)) != grant["checksum"]
             ]
             self.shard.release(lease.id, suspects)
             faultpoints.damage("page.answered", lambda: list(pages))
-            return 0, lease.grants.tobytes()
+            return 0, lease.grants
 
         return self._answer(message, read), pages
+
+    def release(self, message: bytes) -> bytes:
+        """Release -> nothing, when the suspects are dropped; see `Shard.release`."""
+        try:
+            release = Release.unpack(message)
+        except ValueError as error:
+            return self._reply(FAILED, 0, str(error).encode())
+        self.shard.release(release.id, release.suspects)
+        return self._reply(OK, 0, b"")
 
     def clear(self, label: bytes | None = None, prefix: bytes = b"") -> bytes:
         """See `Shard.clear` -> the number of dropped pages, 8 bytes little endian."""
         return self._reply(OK, 0, self.shard.clear(label, prefix).to_bytes(8, "little"))
-
-    def release(self, lease: int) -> None:
-        """See `Shard.release`."""
-        self.shard.release(lease)
-
-    def report(self, message: bytes) -> bytes:
-        """End a lease and name the slots whose bytes were wrong, both as int64 -> nothing, when they are dropped."""
-        if not message or len(message) % 8:
-            return self._reply(FAILED, 0, b"a report is a lease and slots, of 8 bytes each")
-        lease, *suspects = np.frombuffer(message, np.int64).tolist()
-        self.shard.release(lease, suspects)
-        return self._reply(OK, 0, b"")
 
     def _granted(self, grants: Grants, length: int) -> list[Bytes]:
         """Views of the granted pages in the arena."""
@@ -146,34 +141,34 @@ class ShardService:
         return [self.shard.arena.data(offset, length) for offset in offsets]
 
     def _write(self, commit: Commit, data: Bytes) -> Flags:
-        """Copy pages to their reserved slots; True for those that arrived as they were sent."""
+        """Copy pages to their reserved cells; True for those that arrived as they were sent."""
         offsets, length = self.shard.reserved(commit.reservation)
         if not length:
             return np.zeros(len(commit.checksums), np.bool_)
         if data.shape != (len(offsets), length) or len(commit.checksums) != len(offsets):
-            raise WireError(f"pages of shape {data.shape} for a reservation of {len(offsets)} pages of {length} bytes")
+            raise ValueError(f"pages of shape {data.shape} for a reservation of {len(offsets)} pages of {length} bytes")
         arena = self.shard.arena
         written = [
             store_page(arena.data(offset, length), page) == checksum
-            for page, offset, checksum in zip(data, offsets, commit.checksums.tolist(), strict=True)
+            for page, offset, checksum in zip(data, offsets, commit.checksums, strict=True)
         ]
         return np.array(written, np.bool_)
 
-    def _answer(self, message: bytes | Request, answer: Callable[[Request], tuple[int, bytes]]) -> bytes:
+    def _answer(self, message: bytes | KeyCall, answer: Callable[[KeyCall], tuple[int, Grants | Flags]]) -> bytes:
+        """The answer to a call about keys, unless its client has an old membership."""
         try:
-            request = message if isinstance(message, Request) else Request.unpack(message)
-            if request.epoch < self._membership.epoch:
-                return self._reply(STALE, 0, self._membership.pack())
-            identity, payload = answer(request)
-            if request.epoch < self._membership.epoch:
+            call = message if isinstance(message, KeyCall) else KeyCall.unpack(message)
+            if call.epoch < self.membership.epoch:
+                return self._reply(STALE, 0, self.membership.pack())
+            identity, payload = answer(call)
+            if call.epoch < self.membership.epoch:
                 # It changed meanwhile. What was missed may have been moved before, and what was reserved should be
                 # written elsewhere.
-                self.shard.abort(identity)
                 self.shard.release(identity)
-                return self._reply(STALE, 0, self._membership.pack())
-            return self._reply(OK, identity, payload)
+                return self._reply(STALE, 0, self.membership.pack())
+            return self._reply(OK, identity, payload.tobytes())
         except ValueError as error:
             return self._reply(FAILED, 0, str(error).encode())
 
     def _reply(self, status: int, identity: int, payload: bytes) -> bytes:
-        return Reply(status, self._membership.epoch, self.shard.arena.arena_id, identity, payload).pack()
+        return Reply(status, self.membership.epoch, self.shard.arena.arena_id, identity, payload).pack()

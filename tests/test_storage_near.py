@@ -10,16 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from hicache_ray.storage.pool.channel import ChannelLost, ChannelTimeout
-from hicache_ray.storage.pool.near import (
-    HEAD,
-    LONGEST_FRAME,
-    METHODS,
-    SocketChannel,
-    SocketServer,
-    fits,
-    pack_call,
-    unpack_body,
-)
+from hicache_ray.storage.pool.near import LONGEST_MESSAGE, METHODS, NearChannel, NearServer, fits
 from tests.storage_local import in_threads
 
 
@@ -28,7 +19,7 @@ class Service:
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
-        self.ended: list[tuple] = []
+        self.ended: list[bytes] = []
         self.seen = threading.Event()
 
     def exists(self, message: bytes) -> bytes:
@@ -44,14 +35,9 @@ class Service:
     def commit(self, message: bytes) -> bytes:
         raise KeyError(message)
 
-    def abort(self, identity: int) -> None:
-        self.ended.append((identity,))
-
-    def release(self, identity: int) -> None:
-        self.ended.append((identity,))
+    def release(self, message: bytes) -> bytes:
+        self.ended.append(message)
         self.seen.set()
-
-    def report(self, message: bytes) -> bytes:
         return message
 
     def offer(self, message: bytes) -> bytes:
@@ -64,45 +50,47 @@ def service() -> Service:
 
 
 @pytest.fixture
-def server(service: Service) -> Iterator[SocketServer]:
-    running = SocketServer(service)
+def server(service: Service) -> Iterator[NearServer]:
+    running = NearServer(service)
     yield running
     service.let_go.set()
     running.close()
     running.close()
 
 
-def test_calls_and_answers_of_any_size(server: SocketServer) -> None:
-    channel = SocketChannel(server.address, 5.0)
-    for size in (0, 1, 6000, 1 << 20):
+def test_calls_and_answers_of_any_size(server: NearServer) -> None:
+    channel = NearChannel(server.address, 5.0)
+    for size in (1, 6000, LONGEST_MESSAGE - 1):
         message = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
         assert channel.call("reserve", message).result(5.0) == message[::-1]
-    assert channel.call("acquire", b"ab" * 1000).result(5.0) == b"ab" * 1_000_000
+    assert channel.call("acquire", b"a" * 131).result(5.0) == b"a" * 131_000
     channel.close()
     channel.close()
 
 
-def test_calls_nobody_waits_for(server: SocketServer, service: Service) -> None:
-    channel = SocketChannel(server.address, 5.0)
-    channel.send("abort", 7)
-    channel.send("release", 2**63)
+def test_calls_nobody_waits_for(server: NearServer, service: Service) -> None:
+    channel = NearChannel(server.address, 5.0)
+    channel.send("exists", b"late")
+    service.let_go.set()
+    channel.send("release", b"7")
     assert service.seen.wait(10)
-    assert service.ended == [(7,), (2**63,)]
+    assert service.ended == [b"7"]
+    assert channel.call("reserve", b"ab").result(5.0) == b"ba", "answers that nobody waits for are not sent"
 
 
-def test_a_closed_server_answers_nobody_any_more(server: SocketServer) -> None:
+def test_a_closed_server_answers_nobody_any_more(server: NearServer) -> None:
     """A pool that is stopped must not store another page over a connection that is still open."""
-    channel = SocketChannel(server.address, 5.0)
+    channel = NearChannel(server.address, 5.0)
     assert channel.call("reserve", b"ab").result(5.0) == b"ba"
     server.close()
     with pytest.raises(ChannelLost):
         channel.call("reserve", b"ab").result(5.0)
     with pytest.raises(ChannelLost):
-        SocketChannel(server.address, 5.0)
+        NearChannel(server.address, 5.0)
 
 
-def test_several_calls_at_once(server: SocketServer, service: Service) -> None:
-    channel = SocketChannel(server.address, 5.0)
+def test_several_calls_at_once(server: NearServer, service: Service) -> None:
+    channel = NearChannel(server.address, 5.0)
     waiting = channel.call("exists", b"first")
     assert channel.call("reserve", b"abc").result(5.0) == b"cba"
     service.let_go.set()
@@ -116,8 +104,8 @@ def test_several_calls_at_once(server: SocketServer, service: Service) -> None:
     in_threads(ask, 4)
 
 
-def test_silence_is_a_timeout_and_late_answers_go_nowhere(server: SocketServer, service: Service) -> None:
-    channel = SocketChannel(server.address, 5.0)
+def test_silence_is_a_timeout_and_late_answers_go_nowhere(server: NearServer, service: Service) -> None:
+    channel = NearChannel(server.address, 5.0)
     with pytest.raises(ChannelTimeout):
         channel.call("exists", b"late").result(0.05)
     service.let_go.set()
@@ -125,44 +113,44 @@ def test_silence_is_a_timeout_and_late_answers_go_nowhere(server: SocketServer, 
     assert not channel.lost
 
 
-def test_an_answer_that_is_there_is_taken_without_time_left(server: SocketServer) -> None:
-    channel = SocketChannel(server.address, 5.0)
+def test_an_answer_that_is_there_is_taken_without_time_left(server: NearServer) -> None:
+    channel = NearChannel(server.address, 5.0)
     pending = channel.call("reserve", b"abc")
     assert select.select([pending._connection.socket], [], [], 30)[0]
     assert pending.result(0.0) == b"cba"
 
 
-def test_a_method_that_breaks_cuts_the_client_off(server: SocketServer) -> None:
-    channel = SocketChannel(server.address, 5.0)
+def test_a_method_that_breaks_cuts_the_client_off(server: NearServer) -> None:
+    channel = NearChannel(server.address, 5.0)
     with pytest.raises(ChannelLost):
         channel.call("commit", b"x").result(5.0)
     assert channel.lost
-    assert SocketChannel(server.address, 5.0).call("reserve", b"ab").result(5.0) == b"ba", "the server goes on"
+    assert NearChannel(server.address, 5.0).call("reserve", b"ab").result(5.0) == b"ba", "the server goes on"
 
 
 @pytest.mark.parametrize(
-    "head", [HEAD.pack(len(METHODS), 0), HEAD.pack(0, LONGEST_FRAME + 1), HEAD.pack(METHODS.index("abort"), 3) + b"abc"]
+    "message", [bytes((len(METHODS),)), b"\xff", b"\0" * (LONGEST_MESSAGE + 1), b"\3" + b"x" * LONGEST_MESSAGE]
 )
-def test_nonsense_is_cut_off_and_the_server_goes_on(server: SocketServer, head: bytes) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+def test_nonsense_is_cut_off_and_the_server_goes_on(server: NearServer, message: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(10)
         stranger.connect(f"\0{server.address}")
-        stranger.sendall(head)
+        stranger.send(message)
         assert stranger.recv(10) == b""
-    assert SocketChannel(server.address, 5.0).call("reserve", b"ab").result(5.0) == b"ba"
+    assert NearChannel(server.address, 5.0).call("reserve", b"ab").result(5.0) == b"ba"
 
 
 def test_nobody_listens() -> None:
     with pytest.raises(ChannelLost, match="no storage actor listens"):
-        SocketChannel("hicache-nobody", 1.0)
+        NearChannel("hicache-nobody", 1.0)
 
 
 def test_an_actor_that_dies() -> None:
     """A listener whose process goes away: open calls fail at once, and so do new connections."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("\0hicache-test-dying")
     listener.listen()
-    channel = SocketChannel("hicache-test-dying", 5.0)
+    channel = NearChannel("hicache-test-dying", 5.0)
     end, _ = listener.accept()
     pending = channel.call("reserve", b"ab")
     end.close()
@@ -171,10 +159,10 @@ def test_an_actor_that_dies() -> None:
         pending.result(5.0)
     with pytest.raises(ChannelLost):
         channel.call("reserve", b"ab")
-    channel.send("abort", 1)
+    channel.send("release", b"1")
 
 
 def test_which_calls_fit() -> None:
-    assert fits("reserve", (b"m",)) and fits("release", (1,)) and fits("abort", (1,))
+    assert fits("reserve", (b"m",)) and fits("release", (b"m",)) and fits("exists", (b"m" * (LONGEST_MESSAGE - 1),))
     assert not fits("commit", (b"m", object())) and not fits("read", (b"m",)) and not fits("stats", ())
-    assert unpack_body("release", pack_call("release", (5,))[HEAD.size :]) == (5,)
+    assert not fits("exists", (b"m" * LONGEST_MESSAGE,)), "a longer call goes over Ray"

@@ -28,23 +28,24 @@ import numpy.typing as npt
 
 from hicache_ray.deadline import Deadline
 from hicache_ray.storage.pool.channel import ChannelError
-from hicache_ray.storage.pool.member import Answer, Member
+from hicache_ray.storage.pool.member import ActorAnswer, Member
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.ray_channel import DirectoryConflict, bounded
-from hicache_ray.storage.pool.transport import PageWriter, writer_of
-from hicache_ray.storage.pool.wire import OK, STALE, Offer, Reply, Request
-from hicache_ray.storage.shard.grants import EXISTING, GRANTED, HeldPage
-from hicache_ray.storage.shard.rebalance_plan import (
+from hicache_ray.storage.pool.rebalance_plan import (
     BalanceReport,
     RebalanceOptions,
     displacing_share,
     keys_of_others,
     plan_of,
 )
-from hicache_ray.storage.shard.service import ShardService
+from hicache_ray.storage.pool.service import ShardService
+from hicache_ray.storage.pool.transport import WriteGrant
+from hicache_ray.storage.pool.wire import OK, STALE, KeyCall, Offer, Reply
+from hicache_ray.storage.shard.grants import EXISTING, GRANTED, HeldPage
+from hicache_ray.storage.shard.page_copy import store_page
 from hicache_ray.storage.shard.shard import Shard
 
-logger = logging.getLogger("hicache_ray.storage.shard.rebalance")
+logger = logging.getLogger("hicache_ray.storage.pool.rebalance")
 
 RETRY_SECONDS = 1.0
 """Until pages are looked at again of which some could not be brought to where they belong; doubles up to the period."""
@@ -110,6 +111,7 @@ class Rebalancer:
         self._mover = PageMover(service.shard, options.call_timeout)
         self._members: dict[str, Member] = {}
         self._wanted = threading.Event()
+        service.on_membership = self._wanted.set
         self._stopped = threading.Event()
         self._look: _Look | None = None
         # Above the numbers of this member's earlier processes: who waits for a number need not know of a restart.
@@ -141,14 +143,6 @@ class Rebalancer:
         """The report as a reply."""
         service = self._service
         return Reply(OK, service.membership.epoch, service.shard.arena.arena_id, 0, self.report.pack()).pack()
-
-    def set_membership(self, message: bytes) -> int:
-        """See `ShardService.set_membership`; the work begins if it is a new one."""
-        before = self._service.membership.epoch
-        epoch = self._service.set_membership(message)
-        if epoch != before:
-            self._wanted.set()
-        return epoch
 
     def request(self) -> int:
         """Have all pages looked at; the number that a report's `finished` has to reach for that."""
@@ -323,7 +317,7 @@ def _chosen(pages: Sequence[HeldPage], which: np.ndarray) -> list[HeldPage]:
     return [pages[i] for i in np.flatnonzero(which).tolist()]
 
 
-def _is_done(answer: Answer | None, membership: Membership) -> bool:
+def _is_done(answer: ActorAnswer | None, membership: Membership) -> bool:
     if answer is None:
         return False
     report = BalanceReport.unpack(answer.reply.payload)
@@ -380,21 +374,21 @@ class PageMover:
     def _deliver(self, member: Member, epoch: int, pages: list[HeldPage], displace: bool) -> Delivery:
         """Of pages with one label and length."""
         length, label = pages[0].length, pages[0].label
-        request = Request(epoch, [page.key for page in pages], length, label)
-        expires = np.array([page.expires for page in pages], np.float64)
-        answer = self._call(member, "offer", Offer(request, expires, displace).pack())
+        call = KeyCall(epoch, [page.key for page in pages], length, label)
+        offer = Offer(call, [page.expires for page in pages], displace)
+        answer = member.finish(member.start("offer", offer.pack()), Deadline(self._call_timeout))
         if answer is None:
             return Delivery(answered=False)
         if answer.reply.status == STALE:
             return Delivery(answered=False, newer=answer.reply.payload)
         status = answer.reply.grants["status"]
         there = Delivery(_keys(pages, status == EXISTING))
-        granted = [pages[i] for i in np.flatnonzero(status == GRANTED).tolist()]
+        granted = np.flatnonzero(status == GRANTED).tolist()
         if not granted:
             return there
-        return there.plus(self._copy(member, writer_of(member, answer.reply, length), granted))
+        return there.plus(self._copy(WriteGrant(member, answer.reply, length, granted), [pages[i] for i in granted]))
 
-    def _copy(self, member: Member, writer: PageWriter, pages: list[HeldPage]) -> Delivery:
+    def _copy(self, grant: WriteGrant, pages: list[HeldPage]) -> Delivery:
         lease, lent = self._shard.lend([page.key for page in pages])
         suspects: list[int] = []
         try:
@@ -402,28 +396,22 @@ class PageMover:
             good = np.zeros(len(pages), np.bool_)
             for k, page in enumerate(pages):
                 source = found.get(page.key)
-                # Another page of the key may have come since; its length decides whether it fits the slot.
+                # Another page of the key may have come since; its length decides whether it fits the cell.
                 if source is None or source.length != page.length:
                     continue
-                writer.store(k, self._shard.arena.data(source.offset, source.length))
-                good[k] = writer.checksums[k] == source.checksum
+                grant.checksums[k] = store_page(grant.cells[k], self._shard.arena.data(source.offset, source.length))
+                good[k] = grant.checksums[k] == source.checksum
                 if not good[k]:
-                    suspects.append(source.slot)
+                    suspects.append(source.cell)
         finally:
             self._shard.release(lease, suspects)
         if not good.any():
-            writer.abort()
+            grant.give_up()
             return Delivery()
-        answer = member.finish(writer.commit(good), Deadline(self._call_timeout))
-        if answer is None:
-            return Delivery(answered=False)
-        taken = answer.reply.flags & good
+        taken = grant.finish(grant.commit(good), Deadline(self._call_timeout)) & good
         count = int(taken.sum())
         complete = bool((taken == good).all())
         return Delivery(_keys(pages, taken), count, count * pages[0].length, complete)
-
-    def _call(self, member: Member, method: str, message: bytes) -> Answer | None:
-        return member.finish(member.start(method, message), Deadline(self._call_timeout))
 
 
 def _groups(pages: Sequence[HeldPage]) -> Iterator[list[HeldPage]]:
