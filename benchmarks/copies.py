@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peer_copy import Copier, pool_copiers, random_pages  # noqa: E402
 from hicache_ray.config.names import COPIES, can_copy  # noqa: E402
+from hicache_ray.config.options import GIGABYTE as GB  # noqa: E402
 from hicache_ray.kernels.cpu import set_copy_threads  # noqa: E402
 from hicache_ray.pools.device import DevicePool  # noqa: E402
 from hicache_ray.pools.host import HostPool  # noqa: E402
 from hicache_ray.pools.layouts import Bytes  # noqa: E402
 from hicache_ray.pools.memory import allocate  # noqa: E402
-from hicache_ray.pools.sizing import GB  # noqa: E402
 from hicache_ray.pools.slots import Pages  # noqa: E402
 from hicache_ray.pools.spec import KVSpec  # noqa: E402
 

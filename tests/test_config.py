@@ -12,7 +12,6 @@ import pytest
 from hicache_ray.config import (
     ConfigError,
     HiCacheConfig,
-    effective_prefetch_threshold,
     prefetch_timeout_per_page,
 )
 from hicache_ray.config.names import add_storage_backend
@@ -40,7 +39,6 @@ def test_defaults_are_sglangs():
     ids=["case_43_clamped", "case_43_above_a_page", "case_43_default", "case_43_large_page"],
 )
 def test_prefetch_threshold_is_at_least_one_page(threshold, page_size, expected):
-    assert effective_prefetch_threshold(threshold, page_size) == expected
     config = HiCacheConfig(prefetch_threshold=threshold, page_size=page_size)
     assert (config.prefetch_min_tokens, config.prefetch_threshold) == (expected, threshold)
 

@@ -2,7 +2,7 @@
 
 from hicache_ray.config.config import HiCacheConfig, Resolution, explain
 from hicache_ray.config.option import ConfigError
-from hicache_ray.config.options import effective_prefetch_threshold, prefetch_timeout_per_page
+from hicache_ray.config.options import prefetch_timeout_per_page
 from hicache_ray.config.rules import Adjustment, Capabilities
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "ConfigError",
     "HiCacheConfig",
     "Resolution",
-    "effective_prefetch_threshold",
     "explain",
     "prefetch_timeout_per_page",
 ]

@@ -27,12 +27,7 @@ from hicache_ray.config.option import ConfigError, option, options_of
 from hicache_ray.hashing import ModelIdentity
 
 GIGABYTE = 10**9
-"""`hicache_size` counts decimal gigabytes, as SGLang does (case 58)."""
-
-
-def effective_prefetch_threshold(threshold: int, page_size: int) -> int:
-    """Fewest tokens worth a prefetch: at least one page (case 43)."""
-    return max(threshold, page_size)
+"""Bytes of the gigabyte that options of sizes count in, as SGLang does (case 58)."""
 
 
 def prefetch_timeout_per_page(page_size: int, per_ki_token: float) -> float:
@@ -178,6 +173,11 @@ class CacheOptions:
         return KV_DTYPES[self.kv_cache_dtype]
 
     @property
+    def host_memory_reserve_bytes(self) -> int:
+        """Bytes of host memory that L2 must leave free."""
+        return int(self.host_memory_reserve * GIGABYTE)
+
+    @property
     def storage_actor_bytes(self) -> int:
         """Byte budget of one storage actor."""
         return int(self.storage_actor_size * GIGABYTE)
@@ -185,7 +185,7 @@ class CacheOptions:
     @property
     def prefetch_min_tokens(self) -> int:
         """The prefetch threshold that holds: at least one page (case 43)."""
-        return effective_prefetch_threshold(self.prefetch_threshold, self.page_size)
+        return max(self.prefetch_threshold, self.page_size)
 
     @property
     def prefetch_timeout_per_page(self) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hicache_ray.config.options import GIGABYTE
 from hicache_ray.pools.memory import check_fits
 
-GB = 10**9
-RESERVE_BYTES = 10 * GB
+RESERVE_BYTES = 10 * GIGABYTE
 """Host memory left to everything else unless configured otherwise."""
 
 
@@ -27,7 +27,7 @@ def host_pages(
     """
     if size_gb < 0 or (size_gb == 0 and ratio <= 0):
         raise ValueError(f"host size {size_gb} GB and ratio {ratio}: one of them must be above 0")
-    tokens = int(size_gb * GB // token_bytes) if size_gb > 0 else int(device_tokens * ratio)
+    tokens = int(size_gb * GIGABYTE // token_bytes) if size_gb > 0 else int(device_tokens * ratio)
     pages = tokens // page_size + 1
     what = f"host pool of {pages * page_size} tokens x {token_bytes} bytes"
     check_fits(pages * page_size * token_bytes, reserve=reserve, what=what, available=available)

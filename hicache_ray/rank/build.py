@@ -13,7 +13,7 @@ from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.kernels.table import copies_between
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.sizing import GB, host_pages
+from hicache_ray.pools.sizing import host_pages
 from hicache_ray.pools.spec import KVSpec
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.mover import Mover
@@ -107,7 +107,7 @@ def l2_pages(config: HiCacheConfig, pool: DevicePool) -> int:
         token_bytes=pool.spec.token_bytes,
         ratio=config.hicache_ratio,
         size_gb=config.hicache_size,
-        reserve=int(config.host_memory_reserve * GB),
+        reserve=config.host_memory_reserve_bytes,
     )
 
 

@@ -28,14 +28,13 @@ BACKENDS = {"local": MEMORY_BACKEND, "ray": "ray"}
 def check_memory(config: HiCacheConfig, settings: ReplaySettings) -> None:
     """Raises PoolMemoryError or ConfigError, with the numbers, where all pools together don't fit this machine."""
     from hicache_ray.pools.memory import check_fits
-    from hicache_ray.pools.sizing import GB
     from hicache_ray.rank.build import kv_spec
 
     ranks = settings.instances * config.tp_size
     l1_tokens = config.l1_tokens if config.device == "cpu" else 0
     tokens = int(l1_tokens + config.hicache_ratio * config.l1_tokens)
     nbytes = ranks * tokens * kv_spec(config).token_bytes + settings.l3_bytes
-    check_fits(nbytes, reserve=int(config.host_memory_reserve * GB), what=f"memory of {ranks} ranks and L3")
+    check_fits(nbytes, reserve=config.host_memory_reserve_bytes, what=f"memory of {ranks} ranks and L3")
     if config.hicache_storage_backend == "ray" and SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free
         if settings.l3_bytes > free:

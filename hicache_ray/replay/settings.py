@@ -9,6 +9,7 @@ from typing import Any
 from hicache_ray.config import ConfigError, HiCacheConfig
 from hicache_ray.config.names import layouts_of
 from hicache_ray.config.option import option, options_of, read_options
+from hicache_ray.config.options import GIGABYTE
 from hicache_ray.replay.index_only import IndexSettings
 from hicache_ray.replay.requests import Workload
 
@@ -178,7 +179,7 @@ def _derived(settings: ReplaySettings, storage_backend: str) -> dict[str, Any]:
     }
     if settings.l3_bytes:
         derived["hicache_storage_backend"] = storage_backend
-        derived["storage_actor_size"] = settings.l3_bytes / chosen["storage_actors"] / 1e9
+        derived["storage_actor_size"] = settings.l3_bytes / chosen["storage_actors"] / GIGABYTE
     return derived
 
 
