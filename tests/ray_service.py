@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +11,11 @@ import numpy as np
 from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.rank.step import Admit, Finish, GroupAnswer, Scheduled
+from hicache_ray.deadline import Deadline
+from hicache_ray.rank.step import Scheduled
 from hicache_ray.service import Service, start
+from hicache_ray.testing.serving import DEADLINE_SECONDS, ask
 from tests.cluster import shared_cluster
-
-ENGINE = "hicache_ray.replay.engine:SyntheticEngine"
-DEADLINE = 60.0
 
 
 def config(**changes: Any) -> HiCacheConfig:
@@ -60,47 +58,18 @@ def prompts(count: int, tokens: int = 24, seed: int = 0) -> list[np.ndarray]:
     return [rng.integers(0, 1000, tokens).astype("<u4") for _ in range(count)]
 
 
-def serve(group: TPGroup, rid: str, prompt: np.ndarray) -> Scheduled:
-    """Serves one request to its end; every page it used was verified. Raises what a step raises."""
-    group.step(admits=[Admit(rid, prompt.tobytes())])
-    until(lambda: group.step(polls=[rid]).polled[0].ready, f"{rid} ready")
-    answer = group.step(schedules=[rid])
-    check_bytes(answer)
-    (scheduled,) = answer.scheduled
-    assert scheduled.ok, scheduled
-    check_bytes(group.step(finishes=[Finish(rid)]))
-    return scheduled
+def serve(group: TPGroup, prompt: np.ndarray) -> Scheduled:
+    """Serves one request to its end, sent once; every page it used was verified. Raises what a step raises."""
+    return ask(group, prompt, times=1)
 
 
-def serve_until_restarted(group: TPGroup, requests: Iterator[tuple[str, np.ndarray]]) -> GroupRestarted:
+def serve_until_restarted(group: TPGroup, asked: Iterable[np.ndarray]) -> GroupRestarted:
     """Serves requests until a step reports that the group was rebuilt; fails when none does in time."""
-    deadline = time.monotonic() + DEADLINE
-    for rid, prompt in requests:
+    deadline = Deadline(DEADLINE_SECONDS)
+    for prompt in asked:
         try:
-            serve(group, rid, prompt)
+            serve(group, prompt)
         except GroupRestarted as restarted:
             return restarted
-        assert time.monotonic() < deadline, "the group was not rebuilt in time"
+        assert not deadline.passed, "the group was not rebuilt in time"
     raise AssertionError("no more requests")
-
-
-def check_bytes(answer: GroupAnswer) -> None:
-    """Raises AssertionError when an engine saw a page with wrong bytes."""
-    assert all(counts["pages_mismatched"] == 0 for counts in answer.engine), answer.engine
-
-
-def settle(group: TPGroup) -> None:
-    """Steps until nothing is in flight on any rank."""
-
-    def idle() -> bool:
-        group.step()
-        return all(stats["idle"] for stats in group.stats())
-
-    until(idle, "transfers to end")
-
-
-def until(condition: Callable[[], bool], what: str, deadline: float = DEADLINE) -> None:
-    """Waits until a condition holds; AssertionError after `deadline` seconds."""
-    end = time.monotonic() + deadline
-    while not condition():
-        assert time.monotonic() < end, f"waited {deadline:g} s in vain for {what}"

@@ -22,8 +22,10 @@ from hicache_ray.actors.group import TPGroup
 from hicache_ray.cli import run
 from hicache_ray.rank.control import ControlRefused
 from hicache_ray.rank.step import NEXT_STEP, Admit, StepRequest
+from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service
-from tests.ray_service import ENGINE, prompts, serve, serve_until_restarted, service, settle, until
+from hicache_ray.testing.serving import wait_for
+from tests.ray_service import prompts, serve, serve_until_restarted, service
 
 pytestmark = pytest.mark.ray
 
@@ -85,7 +87,7 @@ def test_requests_of_a_driver_that_died_are_named_and_ended(running: Service, gr
     gone = second_driver(running)
     for rid in ("gone-0", "gone-1"):
         gone.step(admits=[Admit(rid, np.arange(16, dtype="<u4").tobytes())])
-        until(lambda rid=rid: gone.step(polls=[rid]).polled[0].ready, rid)  # type: ignore[misc]
+        wait_for(lambda rid=rid: gone.step(polls=[rid]).polled[0].ready, rid)  # type: ignore[misc]
     assert gone.step(schedules=["gone-0"]).scheduled[0].ok
     code, out, _ = ctl("status")
     assert code == 0 and "requests  gone-0, gone-1" in out and "1 running, 1 waiting" in out
@@ -132,10 +134,10 @@ def test_case_61_commands_take_effect_while_another_driver_serves(running: Servi
 
     def go_on() -> None:
         try:
-            for number, prompt in enumerate(prompts(6, seed=1) * 1000):
+            for prompt in prompts(6, seed=1) * 1000:
                 if stop.is_set():
                     return
-                serve(group, f"live{number}", prompt)
+                serve(group, prompt)
         except BaseException as error:
             failed.append(error)
 
@@ -197,7 +199,7 @@ def test_flush_is_refused_while_a_request_runs_and_works_after_it(ctl: Ctl, grou
 
 
 def test_l3_is_cleared_detached_and_attached(ctl: Ctl, group: TPGroup, running: Service, tmp_path: Path) -> None:
-    serve(group, "kept", prompts(1, seed=21)[0])
+    serve(group, prompts(1, seed=21)[0])
     settle(group)
     assert running.storage is not None
     assert sum(stat.pages for stat in running.storage.stats().values() if stat) > 0
@@ -212,7 +214,7 @@ def test_l3_is_cleared_detached_and_attached(ctl: Ctl, group: TPGroup, running: 
     code, _, err = ctl("attach", "floppy")
     assert code == 1 and "unknown storage backend 'floppy'" in err
     assert ctl("attach", "file", "--options", json.dumps({"directory": str(tmp_path)}))[:2] == (0, "a: uses file\n")
-    serve(group, "filed", prompts(1, seed=22)[0])
+    serve(group, prompts(1, seed=22)[0])
     settle(group)
     assert list(tmp_path.rglob("*.page"))
     assert ctl("detach")[0] == 0 and ctl("attach", "ray")[0] == 0
@@ -228,7 +230,7 @@ def test_an_attach_that_one_rank_can_not_do_is_undone_on_all(group: TPGroup) -> 
 
 
 def test_the_audit_counts_everything_and_says_what_is_wrong(ctl: Ctl, group: TPGroup, running: Service) -> None:
-    serve(group, "audited", prompts(1, seed=31)[0])
+    serve(group, prompts(1, seed=31)[0])
     settle(group)
     code, out, err = ctl("audit", "--read-pages")
     assert code == 0, err
@@ -273,7 +275,7 @@ def test_heals_are_listed(ctl: Ctl, group: TPGroup) -> None:
     """Last but one: the group is another generation afterwards."""
     assert ctl("heals")[1] == "no group was rebuilt\n"
     os.kill(group.pids[1], signal.SIGKILL)
-    serve_until_restarted(group, ((f"h{n}", prompt) for n, prompt in enumerate(prompts(200, seed=41))))
+    serve_until_restarted(group, prompts(200, seed=41))
     code, out, _ = ctl("heals", "--group", "a")
     assert code == 0 and "a: generation 1 after" in out and "ranks that came back empty: 1" in out
     code, out, _ = ctl("--json", "heals")
@@ -286,7 +288,7 @@ def test_a_command_outlives_a_rank_that_dies_meanwhile(ctl: Ctl, group: TPGroup)
     os.kill(group.pids[0], signal.SIGKILL)
     code, out, err = ctl("policies", "--prefetch-policy", "wait_complete")
     assert code == 0, err
-    until(lambda: all(row["policies"]["prefetch_policy"] == "wait_complete" for row in group.status()), "the policy")
+    wait_for(lambda: all(row["policies"]["prefetch_policy"] == "wait_complete" for row in group.status()), "the policy")
     with pytest.raises(GroupError):
         group.step()
     group.step()

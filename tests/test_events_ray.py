@@ -13,8 +13,10 @@ from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.events import CPU, GPU, EventIndex
 from hicache_ray.events.subscriber import KVEventSubscriber
+from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service
-from tests.ray_service import ENGINE, prompts, serve, serve_until_restarted, service, settle, until
+from hicache_ray.testing.serving import wait_for
+from tests.ray_service import prompts, serve, serve_until_restarted, service
 
 pytestmark = pytest.mark.ray
 
@@ -47,7 +49,7 @@ def follows(group: TPGroup, receiving: KVEventSubscriber, log: EventIndex) -> No
             log.apply(numbered.batch)
         return len(log.blocks(GPU)) == held["device"]["in_tree"] and len(log.blocks(CPU)) == held["host"]["in_tree"]
 
-    until(caught_up, "the log to lead to the tree")
+    wait_for(caught_up, "the log to lead to the tree")
     assert log.blocks(CPU)
 
 
@@ -60,26 +62,26 @@ def test_rank_0_publishes_what_the_group_holds(group: TPGroup) -> None:
     assert [row["events"] is None for row in group.status()] == [False, True]
     log = EventIndex()
     with subscriber(group) as receiving:
-        for number, prompt in enumerate(prompts(8)):
-            serve(group, f"r{number}", prompt)
+        for prompt in prompts(8):
+            serve(group, prompt)
         follows(group, receiving, log)
         group.flush()
-        until(lambda: (b := receiving.receive(0.5)) is not None and b.batch.begins_anew, "the flush")
+        wait_for(lambda: (b := receiving.receive(0.5)) is not None and b.batch.begins_anew, "the flush")
 
 
 @pytest.mark.parametrize("rank", [1, 0])
 def test_after_a_kill_the_log_begins_anew_and_leads_to_the_new_tree(group: TPGroup, rank: int) -> None:
     """Rank 1: the same publisher. Rank 0: a new one, at another port, with higher numbers."""
     log = EventIndex()
-    for number, prompt in enumerate(prompts(6, seed=1)):
-        serve(group, f"before{rank}-{number}", prompt)
+    for prompt in prompts(6, seed=1):
+        serve(group, prompt)
     first = group.status()[0]["events"]
     with subscriber(group) as receiving:
         follows(group, receiving, log)
         os.kill(group.pids[rank], signal.SIGKILL)
-        serve_until_restarted(group, ((f"kill{rank}-{n}", p) for n, p in enumerate(prompts(300, seed=2))))
-        for number, prompt in enumerate(prompts(3, seed=3)):
-            serve(group, f"after{rank}-{number}", prompt)
+        serve_until_restarted(group, prompts(300, seed=2))
+        for prompt in prompts(3, seed=3):
+            serve(group, prompt)
         second = group.status()[0]["events"]
         assert second["next_sequence"] > first["next_sequence"]
         if rank == 1:

@@ -21,8 +21,8 @@ from hicache_ray.events.publisher import (
 )
 from hicache_ray.events.recorder import RecordedBatch
 from hicache_ray.events.subscriber import KVEventSubscriber, NumberedBatch, SequenceGap
+from hicache_ray.testing.serving import wait_for
 from tests.index_kit import Kit
-from tests.ray_service import until
 from tests.test_events_recorder import same
 
 SECONDS = 20.0
@@ -158,7 +158,7 @@ def relayed(to: Rank, folder: Path) -> Iterator[tuple[Relay, KVEventSubscriber]]
 
 def test_the_beginning_is_asked_for_also_when_the_stream_is_first(tmp_path: Path) -> None:
     with rank(tmp_path, first=50) as publishing, relayed(publishing, tmp_path) as (relay, receiving):
-        until(lambda: relay.passed > 0 or publishing.step() < 0, "the stream to begin")
+        wait_for(lambda: relay.passed > 0 or publishing.step() < 0, "the stream to begin")
         time.sleep(0.1)  # until it is there: the subscriber asks at once where it finds nothing
         last = publishing.step()
         assert drain_until(receiving, last) == list(range(50, last + 1))
@@ -169,7 +169,7 @@ def test_a_gap_is_filled_by_a_replay(tmp_path: Path) -> None:
         last = joined(publishing, receiving)
         relay.losing = True
         missed = [publishing.step() for _ in range(3)]
-        until(lambda: relay.lost == 3, "the relay to lose them")
+        wait_for(lambda: relay.lost == 3, "the relay to lose them")
         relay.losing = False
         assert drain_until(receiving, publishing.step()) == [last + 1, *missed[1:], missed[-1] + 1]
 
@@ -273,7 +273,7 @@ def test_a_subscriber_written_for_vllm_sees_its_three_frames(tmp_path: Path) -> 
 def test_only_the_kept_batches_are_replayed(tmp_path: Path) -> None:
     with rank(tmp_path, first=0, kept_batches=3) as publishing:
         last = [publishing.step() for _ in range(9)][-1]
-        until(lambda: publishing.publisher.published == last + 1, "all to be sent")
+        wait_for(lambda: publishing.publisher.published == last + 1, "all to be sent")
         with subscriber(publishing) as receiving:
             assert drain_until(receiving, last) == [last - 2, last - 1, last]
 

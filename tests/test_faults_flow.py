@@ -17,10 +17,11 @@ from hicache_ray.rank.l3 import StorageIO
 from hicache_ray.rank.lanes import CopyError, ThreadLane, Worker
 from hicache_ray.rank.request import RequestError
 from hicache_ray.rank.step import Control, Finish
+from hicache_ray.replay.driver import ENGINE
 from hicache_ray.storage.memory import drop_store
 from hicache_ray.testing.serving import ask, settle
 from tests.index_kit import evict
-from tests.ray_service import ENGINE, config
+from tests.ray_service import config
 from tests.test_cache_random import Driver
 from tests.test_events_recorder import same
 from tests.test_faults_ranks import advance, group_of, serve

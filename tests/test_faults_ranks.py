@@ -21,9 +21,10 @@ from hicache_ray.pools.allocator import PageAllocator, PageError
 from hicache_ray.rank.control import DONE, DRAINING, REFUSED
 from hicache_ray.rank.progress import DesyncError, Progress
 from hicache_ray.rank.step import Admit, Control, Finish
+from hicache_ray.replay.driver import ENGINE
 from hicache_ray.testing.serving import ask, settle
 from tests.manual import ManualLane
-from tests.ray_service import ENGINE, config
+from tests.ray_service import config
 from tests.test_cache_random import Driver, play
 from tests.whole_cache import Lockstep, Shape, admit, tokens_of
 

@@ -18,9 +18,10 @@ from hicache_ray.actors.group import TPGroup
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.faults.service import FaultRunner, ServiceFaults, processes_of
 from hicache_ray.rank.step import Scheduled
+from hicache_ray.replay.driver import ENGINE
 from hicache_ray.service import Service
 from hicache_ray.testing.serving import ask, settle, wait_for
-from tests.ray_service import ENGINE, service
+from tests.ray_service import service
 
 pytestmark = pytest.mark.ray
 

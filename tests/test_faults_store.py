@@ -22,6 +22,7 @@ from hicache_ray.faults.injector import injected
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.hashing import ModelIdentity, Namespace, page_hashes
 from hicache_ray.rank.step import Chunk, Control, Finish
+from hicache_ray.replay.driver import ENGINE
 from hicache_ray.storage.file import format as file_format
 from hicache_ray.storage.file.storage import FileStorage
 from hicache_ray.storage.guard import ERRORS_IN_A_ROW
@@ -30,7 +31,7 @@ from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
 from hicache_ray.testing.serving import ask, settle, wait_for
 from hicache_ray.testing.subject import StorageSubject
 from hicache_ray.testing.suite_base import page_names
-from tests.ray_service import ENGINE, config
+from tests.ray_service import config
 from tests.storage_local import PAGE, LocalPool, page_key, page_of
 from tests.test_faults_ranks import group_of, serve
 from tests.whole_cache import Lockstep, admit

@@ -17,8 +17,10 @@ from hicache_ray.actors.errors import DivergenceError, GroupError
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.rank.request import RequestError
 from hicache_ray.rank.step import Admit, Finish, ProtocolError, StepAnswer
+from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service, ServiceError
-from tests.ray_service import ENGINE, prompts, serve, service, settle, until
+from hicache_ray.testing.serving import wait_for
+from tests.ray_service import prompts, serve, service
 
 pytestmark = pytest.mark.ray
 
@@ -36,10 +38,10 @@ def group(running: Service) -> TPGroup:
 
 def test_requests_move_through_all_tiers_and_the_ledger_balances(running: Service, group: TPGroup) -> None:
     asked = prompts(12)
-    for n, prompt in enumerate(asked):
-        assert serve(group, f"first{n}", prompt).computed_tokens == 24
+    for prompt in asked:
+        assert serve(group, prompt).computed_tokens == 24
     settle(group)
-    again = [serve(group, f"again{n}", prompt) for n, prompt in reversed(list(enumerate(asked)))]
+    again = [serve(group, prompt) for prompt in reversed(asked)]
     assert sum(s.host_tokens for s in again) > 0 and sum(s.storage_tokens for s in again) > 0
     settle(group)
     group.check_integrity()
@@ -50,10 +52,10 @@ def test_requests_move_through_all_tiers_and_the_ledger_balances(running: Servic
 
 def test_what_one_instance_computed_another_finds_in_l3(running: Service, group: TPGroup) -> None:
     prompt = prompts(1, seed=5)[0]
-    serve(group, "here", prompt)
+    serve(group, prompt)
     settle(group)
     other = running.group("b", engine=ENGINE)
-    served = serve(other, "there", prompt)
+    served = serve(other, prompt)
     assert served.storage_tokens == 20 and served.computed_tokens == 4
     assert running.groups == ("a", "b")
     other.stop()
@@ -75,7 +77,7 @@ def test_a_step_that_can_not_be_done_says_why_and_changes_nothing(group: TPGroup
     ):
         with pytest.raises(ProtocolError):
             bad()
-    serve(group, "after", prompts(1, seed=9)[0])
+    serve(group, prompts(1, seed=9)[0])
     assert group.generation == generation, "a caller's mistake rebuilt the group"
 
 
@@ -86,17 +88,17 @@ def test_timings_are_split_and_add_up(group: TPGroup) -> None:
 
 
 def test_a_second_driver_finds_the_service_and_goes_on(running: Service, group: TPGroup) -> None:
-    serve(group, "mine", prompts(1, seed=11)[0])
+    serve(group, prompts(1, seed=11)[0])
     address = ray.get_runtime_context().gcs_address
     code = (
         "import hicache_ray; from tests.ray_service import prompts, serve\n"
         f"service = hicache_ray.connect('test', address={address!r})\n"
-        "print(serve(service.group('a'), 'theirs', prompts(1, seed=11)[0]).computed_tokens, service.groups)"
+        "print(serve(service.group('a'), prompts(1, seed=11)[0]).computed_tokens, service.groups)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("4 ("), done.stdout
-    serve(group, "mine again", prompts(1, seed=11)[0])
+    serve(group, prompts(1, seed=11)[0])
 
 
 def test_a_name_is_taken_once_and_unknown_names_are_refused(running: Service) -> None:
@@ -132,4 +134,4 @@ def test_stop_leaves_nothing(running: Service) -> None:
         running.group("a")
     if ray.is_initialized():
         assert look_up("test") is None
-        until(lambda: not ray.util.list_named_actors(all_namespaces=True), "actors to end")
+        wait_for(lambda: not ray.util.list_named_actors(all_namespaces=True), "actors to end")

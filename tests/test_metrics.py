@@ -26,10 +26,11 @@ from hicache_ray.metrics import (
 )
 from hicache_ray.metrics.rank import TIMED_PARTS
 from hicache_ray.rank.step import Finish, StepAnswer
+from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.storage.memory import BACKEND, drop_store
 from hicache_ray.storage.shard.grants import ShardStats
 from tests.index_kit import evict
-from tests.ray_service import ENGINE, config, prompts, serve, service, settle
+from tests.ray_service import config, prompts, serve, service
 from tests.test_cache_random import STEPS, Driver
 from tests.whole_cache import Lockstep, Shape, admit
 
@@ -157,8 +158,8 @@ class Counted:
 def test_case_64_a_ranks_metrics_are_what_it_did(group: LocalGroup) -> None:
     """Tokens by source add up to the prompts; bytes, pages and calls are those of the rank's own counters."""
     counted = Counted(group)
-    for number, prompt in enumerate([*prompts(12), *reversed(prompts(12))]):
-        serve(counted, f"r{number}", prompt)
+    for prompt in [*prompts(12), *reversed(prompts(12))]:
+        serve(counted, prompt)
     settle(counted)
     metrics = counted.metrics[0]
     metrics.collect()
@@ -185,7 +186,7 @@ def test_case_64_a_ranks_metrics_are_what_it_did(group: LocalGroup) -> None:
 
 def test_agreed_numbers_are_counted_on_rank_0_only(group: LocalGroup) -> None:
     counted = Counted(group)
-    serve(counted, "one", prompts(1)[0])
+    serve(counted, prompts(1)[0])
     for metrics in counted.metrics:
         metrics.collect()
     first, second = (metrics.registry for metrics in counted.metrics)
@@ -195,7 +196,7 @@ def test_agreed_numbers_are_counted_on_rank_0_only(group: LocalGroup) -> None:
 
 def test_counters_go_on_over_a_detach_and_an_attach(group: LocalGroup) -> None:
     metrics = RankMetrics(group.caches[0], group="local")
-    serve(group, "before", prompts(1, seed=1)[0])
+    serve(group, prompts(1, seed=1)[0])
     settle(group)
     metrics.collect()
     stored = metrics.registry.value("hicache_storage_pages_total", "set", "stored")
@@ -203,7 +204,7 @@ def test_counters_go_on_over_a_detach_and_an_attach(group: LocalGroup) -> None:
     metrics.collect()
     assert metrics.registry.value("hicache_storage_attached") == 0
     group.attach(BACKEND)
-    serve(group, "after", prompts(1, seed=2)[0])
+    serve(group, prompts(1, seed=2)[0])
     settle(group)
     metrics.collect()
     assert metrics.registry.value("hicache_storage_pages_total", "set", "stored") > stored > 0
@@ -371,8 +372,8 @@ def test_ray_exports_the_same_numbers_at_its_own_endpoint() -> None:
 
     with service("metrics") as running:
         group = running.group("a", engine=ENGINE)
-        for number, prompt in enumerate(prompts(6)):
-            serve(group, f"r{number}", prompt)
+        for prompt in prompts(6):
+            serve(group, prompt)
         settle(group)
         node = ray.nodes()[0]
         if node["MetricsExportPort"] <= 0:

@@ -16,10 +16,11 @@ from ray.cluster_utils import Cluster
 import hicache_ray
 from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import GroupOptions, TPGroup
+from hicache_ray.replay.driver import ENGINE
 from hicache_ray.service import Service
 from hicache_ray.testing.serving import ask, settle, wait_for
 from tests.cluster import NODE, simulated_nodes
-from tests.ray_service import ENGINE, config
+from tests.ray_service import config
 
 pytestmark = [pytest.mark.ray]
 

@@ -24,8 +24,10 @@ LAYERS = [
     {"rank", "events", "metrics"},
     {"actors"},
     {"service"},
-    {"replay", "faults", "testing"},
+    {"replay"},
+    {"faults"},
     {"cli", "commands"},
+    {"testing"},
 ]
 """Layers of the package, lowest first: a module imports from its own layer and from lower ones only (DESIGN 2)."""
 

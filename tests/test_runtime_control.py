@@ -12,10 +12,11 @@ import pytest
 from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.rank.control import ControlRefused, ControlTimeout
 from hicache_ray.rank.step import Admit, Control, Finish
+from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.storage.base import StorageConfig
 from hicache_ray.storage.memory import BACKEND, MemoryStorage, drop_store
 from hicache_ray.storage.registry import register_backend
-from tests.ray_service import ENGINE, config, prompts, serve, settle
+from tests.ray_service import config, prompts, serve
 
 RANKS = 2
 
@@ -68,7 +69,7 @@ def refused(group: LocalGroup, call: Callable[[], Any], text: str) -> None:
     with pytest.raises(ControlRefused, match=text):
         call()
     assert state(group) == before
-    serve(group, "alive", prompts(1, seed=77)[0])
+    serve(group, prompts(1, seed=77)[0])
 
 
 @pytest.mark.parametrize(
@@ -203,14 +204,14 @@ def test_an_attach_that_fails_on_one_rank_is_undone_on_all(group: LocalGroup, ba
 def test_pages_written_before_a_detach_are_found_after_an_attach(group: LocalGroup) -> None:
     group.attach(BACKEND, prefetch_policy="wait_complete", prefetch_threshold=4)
     prompt = prompts(1, seed=3)[0]
-    serve(group, "first", prompt)
+    serve(group, prompt)
     settle(group)
     group.detach()
     group.flush()
-    assert serve(group, "without", prompt).computed_tokens == 24
+    assert serve(group, prompt).computed_tokens == 24
     group.flush()
     group.attach(BACKEND)
-    assert serve(group, "again", prompt).storage_tokens == 20
+    assert serve(group, prompt).storage_tokens == 20
 
 
 def test_flush_waits_for_transfers_refuses_running_requests_and_empties_both_tiers(group: LocalGroup) -> None:
@@ -229,11 +230,11 @@ def test_clear_drops_what_is_in_l3(group: LocalGroup) -> None:
     refused(group, group.clear_storage, "no storage backend is attached")
     group.attach(BACKEND, prefetch_policy="wait_complete", prefetch_threshold=4)
     prompt = prompts(1, seed=5)[0]
-    serve(group, "first", prompt)
+    serve(group, prompt)
     settle(group)
     group.clear_storage()
     group.flush()
-    assert serve(group, "again", prompt).storage_tokens == 0
+    assert serve(group, prompt).storage_tokens == 0
 
 
 def test_a_command_that_waits_in_vain_says_so_at_its_deadline(group: LocalGroup) -> None:
@@ -251,8 +252,8 @@ def test_an_unknown_command_is_refused_by_every_rank(group: LocalGroup) -> None:
 
 def test_an_audit_of_a_sound_group_finds_nothing_and_of_a_damaged_one_names_it(group: LocalGroup) -> None:
     group.attach(BACKEND)
-    for number, prompt in enumerate(prompts(6)):
-        serve(group, f"r{number}", prompt)
+    for prompt in prompts(6):
+        serve(group, prompt)
     group.step(admits=[Admit("held", prompts(1)[0].tobytes())])
     group.step(schedules=["held"])
     for row in group.audit():

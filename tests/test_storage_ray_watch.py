@@ -14,11 +14,13 @@ import ray
 
 from hicache_ray.actors.directory import RAY_NAMESPACE
 from hicache_ray.cli import run
+from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service
 from hicache_ray.storage.pool.options import actor_name
 from hicache_ray.storage.shard.arena import ArenaMapping
 from hicache_ray.storage.shard.layout import VALID
-from tests.ray_service import ENGINE, prompts, serve, service, settle, until
+from hicache_ray.testing.serving import wait_for
+from tests.ray_service import prompts, serve, service
 
 pytestmark = pytest.mark.ray
 
@@ -36,8 +38,8 @@ def test_a_storage_actor_that_hangs_comes_back_with_its_pages(
 ) -> None:
     pool, group = running.storage, running.group("a", engine=ENGINE)
     assert pool is not None
-    for number, prompt in enumerate(prompts(4, seed=5)):
-        serve(group, f"r{number}", prompt)
+    for prompt in prompts(4, seed=5):
+        serve(group, prompt)
     settle(group)
     stored = {member: stats.pages for member, stats in pool.stats().items() if stats is not None}
     before = {member: info.pid for member, info in pool.info().items() if info is not None}
@@ -45,7 +47,7 @@ def test_a_storage_actor_that_hangs_comes_back_with_its_pages(
     assert hung != other and stored[hung] > 0
     os.kill(before[hung], signal.SIGSTOP)
     try:
-        until(lambda: bool(running.supervisor.storage_history()), "the hung actor to be ended", DEADLINE)
+        wait_for(lambda: bool(running.supervisor.storage_history()), "the hung actor to be ended", DEADLINE)
     finally:
         with suppress(ProcessLookupError):
             os.kill(before[hung], signal.SIGCONT)
@@ -54,7 +56,7 @@ def test_a_storage_actor_that_hangs_comes_back_with_its_pages(
         hung,
         before[hung],
     ) and heal.ended_at - heal.silent_at >= running.options.step_timeout
-    until(lambda: pool.stats()[hung] is not None, "the actor to be back", DEADLINE)
+    wait_for(lambda: pool.stats()[hung] is not None, "the actor to be back", DEADLINE)
     infos, stats = pool.info(), pool.stats()
     assert infos[hung].pid != before[hung] and infos[other].pid == before[other]
     assert infos[hung].reopened_pages == stats[hung].pages == stored[hung]
@@ -77,7 +79,7 @@ def test_a_storage_actor_that_died_is_left_to_ray(running: Service) -> None:
         info = pool.info()[member]
         return info is not None and info.pid != before.pid
 
-    until(is_back, "the actor to be back", DEADLINE)
+    wait_for(is_back, "the actor to be back", DEADLINE)
     assert len(running.supervisor.storage_history()) == ended
 
 

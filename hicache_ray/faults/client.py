@@ -15,7 +15,7 @@ from hicache_ray.replay.chat import ChatSpec, chat_requests
 from hicache_ray.replay.driver import Driver, DriveSettings, RequestSource, Tally
 from hicache_ray.replay.requests import ReplayRequest
 
-ATTEMPTS = 2
+REQUEST_ATTEMPTS = 2
 """A request that is lost with its group is sent once more."""
 
 PAUSE_SECONDS, BROKEN_SECONDS = 0.002, 0.2
@@ -76,7 +76,7 @@ class ChaosClient(threading.Thread):
         self._stepped = stepped
         self._step_began = 0.0
         self._gone = threading.Event()
-        settings = DriveSettings(concurrency=concurrency, in_flight=concurrency, attempts=ATTEMPTS)
+        settings = DriveSettings(concurrency=concurrency, in_flight=concurrency, attempts=REQUEST_ATTEMPTS)
         self._driver = Driver(group, source, settings, tally=self.outcomes, answered=self._answered)
 
     @property

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from hicache_ray.service import Service
 
 MARKER = "hicache_faults"
-ENGINE = "hicache_ray.replay.engine:SyntheticEngine"
 OBJECT_STORE_BYTES = 150 << 20
 
 
@@ -122,6 +121,7 @@ def hicache_config() -> HiCacheConfig:
 @pytest.fixture
 def hicache_service(hicache_ray: None, hicache_config: HiCacheConfig) -> Iterator[Service]:
     """A service with one group, "instance-0", whose engine verifies every cached page."""
+    from hicache_ray.replay.driver import ENGINE
     from hicache_ray.service import start
 
     service = start(hicache_config, name=f"test-{uuid.uuid4().hex[:8]}")
