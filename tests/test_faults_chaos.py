@@ -19,8 +19,8 @@ from hicache_ray.faults.chaos import ChaosSettings, run_chaos
 from hicache_ray.faults.client import Outcomes, endless_chat
 from hicache_ray.faults.injector import Firing
 from hicache_ray.faults.plan import FaultPlan, Identity
-from hicache_ray.faults.report import Audit, ChaosReport
-from hicache_ray.faults.watch import ChaosWatch, FaultRecord, percentile
+from hicache_ray.faults.report import Audit, ChaosReport, percentile
+from hicache_ray.faults.watch import ChaosWatch, FaultRecord
 from hicache_ray.replay.chat import ChatSpec
 from hicache_ray.replay.driver import RequestSource
 from tests.cluster import shared_cluster

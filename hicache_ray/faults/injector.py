@@ -46,6 +46,7 @@ class PlanInjector:
     Args:
         plan: resolved: nothing in it is left to be drawn but probabilities and bytes.
         who: the process this is.
+        plan_id: tells plans apart, for who installs them.
         started: when the plan began, by `clock`; the process may have begun later.
         spent: how often each fault happened to this process's predecessors, by number.
         note: told of each firing before its effect: the effect may be the last thing that happens here.
@@ -58,12 +59,14 @@ class PlanInjector:
         plan: FaultPlan,
         who: Identity,
         *,
+        plan_id: str = "",
         started: float | None = None,
         spent: Mapping[int, int] | None = None,
         note: Callable[[Firing], None] | None = None,
         end: Callable[[int], None] = end_process,
         clock: Clock = time.time,
     ) -> None:
+        self.plan_id = plan_id
         self.firings: list[Firing] = []
         self._who = who
         self._clock = clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 from hicache_ray.faults.client import Outcomes
 from hicache_ray.faults.plan import FaultPlan
-from hicache_ray.faults.watch import FaultRecord, percentile
+from hicache_ray.faults.watch import FaultRecord
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,12 @@ class ChaosReport:
 
     def _sum(self, name: str) -> int:
         return sum(getattr(outcome, name) for outcome in self.outcomes)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which that share of the values lies (nearest rank); 0 without values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 def _rounded(value: float) -> float:

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,9 +44,10 @@ CALL_SECONDS, START_SECONDS, REMOVE_SECONDS = 2.0, 30.0, 30.0
 LOOK_SECONDS = 0.25
 """Between two looks at all actors: so exact is when a storage actor or the supervisor is found to answer again."""
 HORIZON_SECONDS = 3600.0
+"""How long a `FaultRunner` does things from outside unless told otherwise."""
+
 _BESIDE = {RANK: "health", STORAGE: "ctl", SUPERVISOR: "status"}
 """Concurrency group in which an actor of each role answers beside its work."""
-
 
 _ACTOR_TITLES = (b"ray::RankServer", b"ray::StorageActor", b"ray::SupervisorServer")
 """How the processes of a service call themselves: no other process is ever sent a signal."""
@@ -203,11 +205,11 @@ def _install(
     actor: Any, plan_id: str, mapping: dict[str, Any], who: str, started: float, spent: Counter[int]
 ) -> tuple[int, str]:
     """Runs in the actor."""
-    injector = faultpoints.installed()
-    if not (isinstance(injector, _Noted) and injector.plan_id == plan_id):
-        identity = Identity.parse(who)
-        plan = FaultPlan.parse(mapping)
-        faultpoints.install(_Noted(plan_id, plan, identity, started=started, spent=spent))
+    if getattr(faultpoints.installed(), "plan_id", None) != plan_id:
+        # What happens is noted in Ray's internal KV, where it outlives the process.
+        note = partial(_write, plan_id)
+        plan, identity = FaultPlan.parse(mapping), Identity.parse(who)
+        faultpoints.install(PlanInjector(plan, identity, plan_id=plan_id, started=started, spent=spent, note=note))
     return _place()
 
 
@@ -219,17 +221,6 @@ def _remove(actor: Any) -> tuple[int, str]:
 
 def _place() -> tuple[int, str]:
     return os.getpid(), ray.get_runtime_context().get_node_id()
-
-
-class _Noted(PlanInjector):
-    """Notes firings in Ray's internal KV, where they outlive the process."""
-
-    def __init__(self, plan_id: str, plan: FaultPlan, who: Identity, **options: Any) -> None:
-        super().__init__(plan, who, note=self._write, **options)
-        self.plan_id = plan_id
-
-    def _write(self, firing: Firing) -> None:
-        _write(self.plan_id, firing)
 
 
 def _write(plan_id: str, firing: Firing) -> None:

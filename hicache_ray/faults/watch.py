@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hicache_ray.faults.injector import Firing
@@ -107,9 +106,3 @@ def _judge(record: FaultRecord, process: ActorProcess | None, began: float, now:
         record.noticed = record.noticed or now
     if process is not None and (not ended or process.pid != record.pid):
         record.healed = now
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which that share of the values lies (nearest rank); 0 without values."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
