@@ -244,7 +244,7 @@ class TestSpace:
 
     def test_free_space_floor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         free = 10 * FILE_BYTES
-        monkeypatch.setattr(file_space, "_free_bytes", lambda root: free)
+        monkeypatch.setattr(file_space, "free_bytes", lambda root: free)
         store, pool = open_store(tmp_path, min_free_bytes=8 * FILE_BYTES)
         names = page_names(4)
         assert put(store, pool, names[:2]) == 2

@@ -38,12 +38,12 @@ def test_the_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_tables_name_all_options() -> None:
     assert names("file") == list(FileOptions._fields)
     assert names("ray") == [field.name for field in dataclasses.fields(RayPoolOptions)]
-    assert names("mooncake") == list(mooncake_options._OPTIONS)
+    assert names("mooncake") == list(mooncake_options.OPTIONS)
 
 
 def test_mooncake_variables_and_defaults() -> None:
     for name, variables, default, _ in table_options("mooncake"):
-        source = mooncake_options._OPTIONS[name.strip("`")]
+        source = mooncake_options.OPTIONS[name.strip("`")]
         assert re.findall(r"`(\w+)`", variables) == list(source.variables)
         said = {"false": False}.get(default, default)
         assert str(source.default) == str(said)

@@ -91,7 +91,7 @@ class ScriptedStore:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> ScriptedStore:
     store = ScriptedStore()
-    monkeypatch.setattr(mooncake_client, "_import_store", lambda timeout: lambda: store)
+    monkeypatch.setattr(mooncake_client, "import_store", lambda timeout: lambda: store)
     monkeypatch.setattr(MooncakeOptions, "servers", lambda self: [])
     return store
 

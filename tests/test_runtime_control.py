@@ -194,10 +194,10 @@ def test_an_attach_that_fails_on_one_rank_is_undone_on_all(group: LocalGroup, ba
     OneRankFailsLater.made = 0
     if backend == "one_rank_fails_later":
         for cache in group.caches:  # as if somebody detached between the preparation and the step
-            cache.stores.prepare = lambda ticket, name, options, make=cache.stores._made: make(name, options)
+            cache.stores.prepare = lambda ticket, name, options, make=cache.stores.make: make(name, options)
     refused(group, lambda: group.attach(backend, prefetch_policy="timeout"), "(no route to|is full)")
     assert all(cache.mover.storage_io is None for cache in group.caches)
-    assert not any(cache.stores._waiting for cache in group.caches)
+    assert not any(len(cache.stores) for cache in group.caches)
     group.attach(BACKEND)
 
 

@@ -75,7 +75,7 @@ class StorageIO:
         self.bytes: Counter[str] = Counter()
         self.pages: Counter[str] = Counter()
         self._backups_done = 0
-        self._backups: deque[_Ended] = deque()
+        self._backups: deque[threading.Event] = deque()
         self._unstored: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
         self._query_worker = workers("l3-query")
@@ -98,14 +98,14 @@ class StorageIO:
 
     def backup(self, backup: Backup) -> None:
         """Store the pages of a backup; counted in `backups_done` when it has ended."""
-        ended = _Ended()
+        ended = threading.Event()
         self._backups.append(ended)
         self._write_worker.submit("backup", lambda: self._backup(backup, ended))
 
     @property
     def backups_done(self) -> int:
         """Ended backups, those that stored nothing included: cumulative, in the order in which they were submitted."""
-        while self._backups and self._backups[0].flag:
+        while self._backups and self._backups[0].is_set():
             self._backups.popleft()
             self._backups_done += 1
         return self._backups_done
@@ -146,7 +146,7 @@ class StorageIO:
         finally:
             self.storage.when_returned(fetch.host_pages, fetch.end_read)
 
-    def _backup(self, backup: Backup, ended: _Ended) -> None:
+    def _backup(self, backup: Backup, ended: threading.Event) -> None:
         """Batches in order; a failed one is tried once more, then ends the backup: what is stored stays (12, 30).
 
         Ancestors that could not be stored before go first, in the same backup: else a prefix that was sent while the
@@ -205,16 +205,6 @@ class StorageIO:
         with self._lock:
             self.pages[path] += pages
             self.bytes[path] += pages * self.host_pool.page_bytes
-
-
-class _Ended:
-    """Whether one backup has ended; set by the thread that ended it."""
-
-    def __init__(self) -> None:
-        self.flag = False
-
-    def set(self) -> None:
-        self.flag = True
 
 
 def _batches(count: int) -> Iterator[tuple[int, int]]:

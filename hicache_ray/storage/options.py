@@ -20,7 +20,7 @@ Reader = Callable[[str, Any], Any]
 """Reads the value of the option of that name; BackendError when it does not fit."""
 
 
-def read_options(backend: str, extra: Mapping[str, Any], readers: Mapping[str, Reader]) -> dict[str, Any]:
+def backend_options(backend: str, extra: Mapping[str, Any], readers: Mapping[str, Reader]) -> dict[str, Any]:
     """The options that `extra` gives, read; those that are None are left out.
 
     Raises:

@@ -44,9 +44,13 @@ class PreparedStores:
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}
 
+    def __len__(self) -> int:
+        """Backends that were prepared and neither taken nor discarded."""
+        return len(self._waiting)
+
     def prepare(self, ticket: str, name: str, options: Mapping[str, Any]) -> None:
         """Makes a backend and keeps it for `take`. BackendError, whatever went wrong with it; nothing is kept then."""
-        storage = self._made(name, options)
+        storage = self.make(name, options)
         now = self._clock()
         with self._lock:
             old = [key for key, waiting in self._waiting.items() if now - waiting.since > KEPT_SECONDS]
@@ -59,7 +63,7 @@ class PreparedStores:
         """The backend of that ticket, or a new one where none was prepared. BackendError when it can't be had."""
         with self._lock:
             waiting = self._waiting.pop(ticket, None) if ticket is not None else None
-        return waiting.storage if waiting is not None and waiting.name == name else self._made(name, options)
+        return waiting.storage if waiting is not None and waiting.name == name else self.make(name, options)
 
     def discard(self, ticket: str) -> None:
         """Closes a prepared backend; nothing happens when there is none of that ticket."""
@@ -75,7 +79,8 @@ class PreparedStores:
         for waiting in unused:
             waiting.storage.close()
 
-    def _made(self, name: str, options: Mapping[str, Any]) -> Storage:
+    def make(self, name: str, options: Mapping[str, Any]) -> Storage:
+        """A new backend that has registered the host pool. BackendError, whatever went wrong with it."""
         if self._make is None:
             raise BackendError("this rank was assembled without a way to make storage backends")
         try:

@@ -152,7 +152,7 @@ class FileSpace:
             over = total - cap
             if self._written > cap // 2:
                 over += self._rescan()
-        over = max(over, self._limits.min_free_bytes + size - _free_bytes(self._root))
+        over = max(over, self._limits.min_free_bytes + size - free_bytes(self._root))
         return over <= 0 or self._evict(over)
 
     def _evict(self, need: int) -> bool:
@@ -224,7 +224,8 @@ def _page_files(root: Path) -> Iterator[tuple[str, int, int]]:
                         yield name, status.st_mtime_ns, status.st_size
 
 
-def _free_bytes(root: Path) -> int:
+def free_bytes(root: Path) -> int:
+    """Bytes of the folder's file system that this user may still fill."""
     status = os.statvfs(root)
     return status.f_bavail * status.f_frsize
 

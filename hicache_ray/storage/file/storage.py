@@ -27,10 +27,10 @@ from hicache_ray.storage.host_pages import page_runs
 from hicache_ray.storage.options import (
     KEY_STYLES,
     Reader,
+    backend_options,
     read_bool,
     read_choice,
     read_count,
-    read_options,
     read_size,
 )
 from hicache_ray.storage.registry import BackendError
@@ -66,7 +66,7 @@ class FileOptions(NamedTuple):
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> FileOptions:
         """Read the options; BackendError names the one that does not fit."""
-        given = read_options("file", extra, _READERS)
+        given = backend_options("file", extra, _READERS)
         directory = given.pop("directory", "") or os.environ.get(DIRECTORY_VARIABLE)
         if not directory:
             raise BackendError(

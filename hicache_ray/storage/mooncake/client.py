@@ -127,7 +127,7 @@ class MooncakeClient:
         self._breaker = Breaker()
         self._why_away = ""
         self._connecting = threading.Lock()
-        self._store_class = _import_store(timeout)
+        self._store_class = import_store(timeout)
 
     def store(self) -> Any:
         """The library's client, set up. StoreAway when its servers are not there."""
@@ -276,7 +276,8 @@ def _warm_up(store: Any) -> None:
     store.remove(key, True)
 
 
-def _import_store(timeout: float) -> Any:
+def import_store(timeout: float) -> Any:
+    """The library's class; ImportError where it, or what it needs, is not installed."""
     # The library reads these when it is loaded or set up: who has set them knows better. Unset, it logs every client's
     # details to stderr, and waits half a minute for a master that hangs.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")

@@ -1,7 +1,5 @@
-"""What a Mooncake store answers, and what that means for a page (mooncake-store's ErrorCode).
-
-How a page becomes objects of a Mooncake store, in two styles: ours and SGLang's.
-"""
+"""How a page becomes objects of a Mooncake store, in two styles, ours and SGLang's, and what the store's answers
+(mooncake-store's ErrorCode) mean for it."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.options import (
     KEY_STYLES,
     Reader,
+    backend_options,
     read_bool,
     read_choice,
     read_count,
-    read_options,
     read_size,
     read_text,
 )
@@ -39,7 +39,7 @@ class _Source(NamedTuple):
     read: Reader = read_text
 
 
-_OPTIONS = {
+OPTIONS: dict[str, _Source] = {
     "master_server_address": _Source(("MOONCAKE_MASTER",), ""),
     "metadata_server": _Source(("MOONCAKE_TE_META_DATA_SERVER",), "P2PHANDSHAKE"),
     "local_hostname": _Source(("MOONCAKE_LOCAL_HOSTNAME", "LOCAL_HOSTNAME"), "localhost"),
@@ -53,6 +53,7 @@ _OPTIONS = {
     "extra_backend_tag": _Source((), ""),
     "key_style": _Source((), "full", partial(read_choice, choices=KEY_STYLES)),
 }
+"""Every option of the backend, with its sources beside the extra config."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,11 @@ class MooncakeOptions:
         Raises:
             BackendError: a value that does not fit, an unknown name, an unreadable file, or no master address.
         """
-        given = read_options("mooncake", extra, {name: source.read for name, source in _OPTIONS.items()})
+        given = backend_options("mooncake", extra, {name: source.read for name, source in OPTIONS.items()})
         environment = os.environ if environment is None else environment
         file = _read_file(environment)
-        missing = [name for name in _OPTIONS if name not in given]
-        options = cls(**given, **{name: _value(name, _OPTIONS[name], file, environment) for name in missing})
+        missing = [name for name in OPTIONS if name not in given]
+        options = cls(**given, **{name: _value(name, OPTIONS[name], file, environment) for name in missing})
         if not options.master_server_address:
             raise BackendError(
                 "storage backend 'mooncake' needs the master's address: set the option master_server_address, or "

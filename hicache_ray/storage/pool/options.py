@@ -9,10 +9,10 @@ from typing import Any
 
 from hicache_ray.storage.options import (
     Reader,
+    backend_options,
     read_bool,
     read_choice,
     read_count,
-    read_options,
     read_seconds,
     read_text,
 )
@@ -48,7 +48,7 @@ class RayPoolOptions:
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> RayPoolOptions:
         """The options in a backend's extra config; BackendError for a name or a value that is none."""
-        return cls(**read_options("ray", extra, _READERS))
+        return cls(**backend_options("ray", extra, _READERS))
 
 
 _READERS: dict[str, Reader] = {

@@ -1,8 +1,7 @@
 """Storage classes written for SGLang (0.5.9 and 0.5.23), used as they are.
 
-Such a class may raise, answer None, and keep no checksums: here each of these is a miss, and each page gets one.
-
-The two ways of a page into and out of a class written for SGLang: as tensors, or straight from the host pool.
+Such a class may raise, answer None, and keep no checksums: here each of these is a miss, and each page gets one. A page
+goes one of two ways: as a tensor, or straight between the class and the host pool.
 """
 
 from __future__ import annotations
