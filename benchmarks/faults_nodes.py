@@ -32,10 +32,10 @@ import ray  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
 import hicache_ray  # noqa: E402
-from hicache_ray.actors.errors import GroupError  # noqa: E402
 from hicache_ray.actors.group import GroupOptions, TPGroup  # noqa: E402
 from hicache_ray.config import HiCacheConfig  # noqa: E402
 from hicache_ray.faults.chaos import tell_when_noticed  # noqa: E402
+from hicache_ray.rank.group import GroupError  # noqa: E402
 from hicache_ray.replay.driver import ENGINE  # noqa: E402
 from hicache_ray.service import Service  # noqa: E402
 from hicache_ray.testing.serving import ask, settle, wait_for  # noqa: E402

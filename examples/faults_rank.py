@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 import hicache_ray
-from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.faults.service import FaultRunner, ServiceFaults
+from hicache_ray.rank.group import GroupRestarted
 from hicache_ray.testing.serving import ask, settle
 
 ENGINE = "hicache_ray.replay.engine:SyntheticEngine"  # verifies the bytes of every cached page it uses

@@ -21,13 +21,13 @@ import ray
 
 from hicache_ray.actors.cluster import RayStart, enter, join
 from hicache_ray.actors.directory import RAY_NAMESPACE, ServiceRecord, forget, group_name, look_up, publish
-from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import GroupOptions, Healer, TPGroup
 from hicache_ray.actors.rank import RankSpec
 from hicache_ray.actors.storage_pool import StoragePool, StoragePoolConfig
 from hicache_ray.actors.supervisor import SupervisorClient
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.config.extra import parse_extra_config
+from hicache_ray.rank.group import GroupError
 from hicache_ray.storage.shard.files import arenas_of
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.deadline import Deadline
+from hicache_ray.rank.group import GroupRestarted
 from hicache_ray.rank.step import Scheduled
 from hicache_ray.service import Service, start
 from hicache_ray.testing.serving import DEADLINE_SECONDS, ask

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.config import HiCacheConfig
+from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.replay.driver import ENGINE, DriveSettings, Tally, drive, settle
 from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.settings import ReplaySettings, replay_config

@@ -146,8 +146,10 @@ class Driver:
             chunks=chunks,
             peeks=[Peek(a.tokens, a.namespace) for a in admits],
         )
-        self.states.update(state for state, _ in answer.controlled)
-        self.draining = next((c for c, (s, _) in zip(controls, answer.controlled, strict=True) if s == DRAINING), None)
+        self.states.update(state for state, _ in answer.controlled[0])
+        self.draining = next(
+            (c for c, (s, _) in zip(controls, answer.controlled[0], strict=True) if s == DRAINING), None
+        )
         self.ready = {polled.rid for polled in answer.polled if polled.ready}
         for scheduled in answer.scheduled:
             if scheduled.ok:

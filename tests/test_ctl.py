@@ -17,10 +17,11 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_ray.actors.directory import group_name
-from hicache_ray.actors.errors import GroupError, StepCollision
+from hicache_ray.actors.errors import StepCollision
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.cli import run
 from hicache_ray.rank.control import ControlRefused
+from hicache_ray.rank.group import GroupError
 from hicache_ray.rank.step import NEXT_STEP, Admit, StepRequest
 from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service

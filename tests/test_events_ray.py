@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.events import CPU, GPU, EventIndex
 from hicache_ray.events.subscriber import KVEventSubscriber
+from hicache_ray.rank.group import GroupError
 from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service
 from hicache_ray.testing.serving import wait_for

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.events import EventIndex, EventRecorder
 from hicache_ray.faults.injector import injected
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.rank.l3 import StorageIO
 from hicache_ray.rank.lanes import CopyError, ThreadLane, Worker
+from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.request import RequestError
 from hicache_ray.rank.step import Control, Finish
 from hicache_ray.replay.driver import ENGINE

@@ -13,12 +13,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hicache_ray.actors.errors import DivergenceError
-from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.faults.injector import injected
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.pools.allocator import PageAllocator, PageError
 from hicache_ray.rank.control import DONE, DRAINING, REFUSED
+from hicache_ray.rank.group import DivergenceError
+from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.progress import DesyncError, Progress
 from hicache_ray.rank.step import Admit, Control, Finish
 from hicache_ray.replay.driver import ENGINE
@@ -171,7 +171,7 @@ def detach(group: Lockstep) -> None:
 
 def control(group: Lockstep, command: Control) -> None:
     for _ in range(3):
-        ((state, _),) = group.step(controls=[command]).controlled
+        ((state, _),) = group.step(controls=[command]).controlled[0]
         assert state in (DONE, DRAINING, REFUSED)
         if state != DRAINING:
             return

@@ -13,10 +13,10 @@ import pytest
 import ray
 
 from hicache_ray.actors import directory
-from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.faults.service import FaultRunner, ServiceFaults, processes_of
+from hicache_ray.rank.group import GroupRestarted
 from hicache_ray.rank.step import Scheduled
 from hicache_ray.replay.driver import ENGINE
 from hicache_ray.service import Service

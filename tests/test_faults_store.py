@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.deadline import Deadline
 from hicache_ray.faults.injector import injected
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.hashing import ModelIdentity, Namespace, page_hashes
+from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.step import Chunk, Control, Finish
 from hicache_ray.replay.driver import ENGINE
 from hicache_ray.storage.file import format as file_format

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 import hicache_ray
 from hicache_ray.actors.directory import look_up
-from hicache_ray.actors.errors import DivergenceError, GroupError
 from hicache_ray.actors.group import TPGroup
+from hicache_ray.rank.group import DivergenceError, GroupError, check_agreement
 from hicache_ray.rank.request import RequestError
 from hicache_ray.rank.step import Admit, Finish, ProtocolError, StepAnswer
 from hicache_ray.replay.driver import ENGINE, settle
@@ -123,7 +123,7 @@ def test_a_group_of_a_service_that_another_driver_stopped_is_refused_at_once(
 def test_ranks_that_answer_differently_are_an_error_that_names_step_and_ranks(group: TPGroup) -> None:
     one = StepAnswer(7, 1, timings_us={"total": 1.0})
     with pytest.raises(DivergenceError, match=r"ranks 0 and 1 differ at step 7 in digest"):
-        group._compare([one, replace(one, rank=1, digest=2)])
+        check_agreement(group.name, [one, replace(one, rank=1, digest=2)])
 
 
 def test_stop_leaves_nothing(running: Service) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.metrics import (
     METRICS,
     HealMetrics,
@@ -25,6 +24,7 @@ from hicache_ray.metrics import (
     exposition,
 )
 from hicache_ray.metrics.rank import TIMED_PARTS
+from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.step import Finish, StepAnswer
 from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.storage.memory import BACKEND, drop_store

@@ -14,8 +14,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 import hicache_ray
-from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import GroupOptions, TPGroup
+from hicache_ray.rank.group import GroupError
 from hicache_ray.replay.driver import ENGINE
 from hicache_ray.service import Service
 from hicache_ray.testing.serving import ask, settle, wait_for

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from hicache_ray.actors.directory import RAY_NAMESPACE, supervisor_name
-from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.actors.group import TPGroup
+from hicache_ray.rank.group import GroupRestarted
 from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service
 from hicache_ray.testing.serving import wait_for

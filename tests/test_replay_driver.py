@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_ray.actors.errors import GroupRestarted
+from hicache_ray.rank.group import GroupRestarted
 from hicache_ray.rank.step import Admit, Admitted, Finish, Finished, Polled, Scheduled
 from hicache_ray.replay.driver import DriveSettings, Stalled, drive, settle
 from hicache_ray.replay.requests import ReplayRequest

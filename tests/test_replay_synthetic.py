@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.hashing import Namespace, token_bytes
+from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.step import Admit, Finish
 from hicache_ray.replay.driver import ENGINE
 from hicache_ray.replay.engine import SyntheticEngine

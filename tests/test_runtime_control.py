@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_ray.actors.local_group import LocalGroup
 from hicache_ray.rank.control import ControlRefused, ControlTimeout
+from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.step import Admit, Control, Finish
 from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.storage.base import StorageConfig

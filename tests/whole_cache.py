@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +22,13 @@ from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.spec import KVSpec
 from hicache_ray.rank.cache import HiRadixCache
+from hicache_ray.rank.group import GroupAnswer
 from hicache_ray.rank.l3 import Fetch, StorageIO
+from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.prefetch import PrefetchPolicy
-from hicache_ray.rank.progress import Progress
-from hicache_ray.rank.request import Request
-from hicache_ray.rank.step import Admit, Chunk, Control, Finish, Peek, StepAnswer, StepRequest, differences
+from hicache_ray.rank.request import Forward, Request
+from hicache_ray.rank.step import Admit, StepRequest
 from hicache_ray.storage.base import Bytes, PageStorage, StorageConfig
 from tests.manual import ManualLane, ManualWorker
 
@@ -191,50 +192,21 @@ class Lockstep:
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        *,
-        aborts: Sequence[str] = (),
-        finishes: Sequence[Finish] = (),
-        admits: Sequence[Admit] = (),
-        polls: Sequence[str] = (),
-        schedules: Sequence[str] = (),
-        controls: Sequence[Control] = (),
-        chunks: Sequence[Chunk] = (),
-        peeks: Sequence[Peek] = (),
-    ) -> StepAnswer:
+    def step(self, **operations: Any) -> GroupAnswer:
         """One step of all ranks; runs the scheduled requests and checks everything that must hold after it."""
-        request = StepRequest(
-            0,
-            self.steps,
-            tuple(aborts),
-            tuple(finishes),
-            tuple(admits),
-            tuple(polls),
-            tuple(schedules),
-            tuple(controls),
-            tuple(chunks),
-            tuple(peeks),
-        )
-        message = request.encode()
-        for cache in self.caches:
-            cache.check(request)
-        for finish in finishes:
-            for cache in self.caches:
-                self.fill(cache, cache.requests[finish.rid], finish.output)
-        vectors = [cache.collect(StepRequest.decode(message).polls).vector() for cache in self.caches]
-        agreed = Progress.agreed(reduce(np.minimum, vectors))
-        self.reductions += 1
+        group = LocalGroup(self.caches, [self] * len(self.caches))
+        answer = group.step(**operations)
+        self.reductions += group.reductions
         self.steps += 1
-        answers = [cache.apply(request, agreed) for cache in self.caches]
-        for answer in answers[1:]:
-            assert not differences(answer, answers[0]), f"ranks differ at step {request.step}"
-            assert answer.controlled == answers[0].controlled
+        assert all(controlled == answer.controlled[0] for controlled in answer.controlled)
         for cache in self.caches:
-            for scheduled in cache.forward.requests:
-                self.forward(cache, scheduled)
             cache.check_integrity()
-        return answers[0]
+        return answer
+
+    def before_step(self, cache: HiRadixCache, request: StepRequest) -> None:
+        """As every rank's engine: writes the answers of requests that end."""
+        for finish in request.finishes:
+            self.fill(cache, cache.requests[finish.rid], finish.output)
 
     def settle(self) -> None:
         """Lets every transfer end and steps until nothing is in flight."""
@@ -250,14 +222,16 @@ class Lockstep:
 
     # -- contents ----------------------------------------------------------------------------------------------------
 
-    def forward(self, cache: HiRadixCache, request: Request) -> None:
-        """Compares the cached prefix with what it must hold, computes the rest."""
-        for lane in self.lanes:
-            if lane.name == "l1-load":
-                lane.advance(lane.pending)
-        for page in range(request.prefix_pages):
-            self.check(cache, request, page)
-        self.fill(cache, request, b"", start=request.prefix_pages)
+    def forward(self, cache: HiRadixCache, batch: Forward) -> dict[str, Any]:
+        """As every rank's engine: compares the cached prefixes with what they must hold, computes the rest."""
+        for request in batch.requests:
+            for lane in self.lanes:
+                if lane.name == "l1-load":
+                    lane.advance(lane.pending)
+            for page in range(request.prefix_pages):
+                self.check(cache, request, page)
+            self.fill(cache, request, b"", start=request.prefix_pages)
+        return {}
 
     def fill(self, cache: HiRadixCache, request: Request, output: bytes, start: int = 0) -> None:
         """Writes the pages of prompt and answer from page `start` on that this request owns."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +18,10 @@ from hicache_ray.actors.recovery import RankInfo
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.events.rank import KVEvents
 from hicache_ray.metrics import RankMetrics, RayExporter, Snapshot
-from hicache_ray.rank import control
-from hicache_ray.rank.audit import audit_of, status_of
 from hicache_ray.rank.build import build_cache
 from hicache_ray.rank.cache import alone
-from hicache_ray.rank.engine import Engine, load_engine
+from hicache_ray.rank.engine import Rank, load_engine
+from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.rejoin import Peer, Returning
 from hicache_ray.rank.step import StepRequest
 
@@ -61,13 +59,13 @@ class RankSpec:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class RankServer:
-    """The actor's class. Steps run one at a time, in the order in which they were sent."""
+class RankServer(Rank):
+    """The actor's class: a rank with its place in the reduction. Steps run one at a time, in the order of sending."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
-        self.cache = build_cache(spec.config, rank=spec.rank, storage_options=spec.storage)
-        self.engine: Engine | None = load_engine(spec.engine, self.cache, spec.engine_options) if spec.engine else None
+        cache = build_cache(spec.config, rank=spec.rank, storage_options=spec.storage)
+        super().__init__(cache, load_engine(spec.engine, cache, spec.engine_options) if spec.engine else None)
         self.reduction: ReductionGroup | None = None
         self.returning = Returning(self.cache)
         self.joined = False
@@ -157,7 +155,6 @@ class RankServer:
         Raises:
             StepCollision: nothing was applied on any rank; send the step again.
         """
-        began = time.perf_counter()
         faultpoints.reach("rank.step")
         request = StepRequest.decode(message)
         if not self.joined:
@@ -166,17 +163,8 @@ class RankServer:
             raise StaleGeneration(
                 f"step of generation {request.generation}, the group is at generation {self.cache.generation}"
             )
-        if self.engine is not None:
-            self.cache.check(request)
-            self.engine.before_step(self.cache, request)
-        prepared = time.perf_counter()
-        answer = self.cache.step(request, lambda vector: self._reduce(vector, driver))
-        stepped = time.perf_counter()
-        if self.engine is not None:
-            answer.engine.update(self.engine.forward(self.cache, self.cache.forward))
-        ended = time.perf_counter()
-        answer.timings_us["engine"] = (prepared - began + ended - stepped) * 1e6
-        answer.timings_us["total"] = (ended - began) * 1e6
+        progress = self.begin_step(request)
+        answer = self.end_step(request, Progress.agreed(self._reduce(progress.vector(), driver)))
         if self.events is not None:
             self.events.flush()
         if self.exporter is not None:
@@ -186,13 +174,13 @@ class RankServer:
 
     @_beside(concurrency_group="control")
     def prepare_storage(self, ticket: str, backend: str, options: dict[str, Any]) -> str:
-        """As `control.prepare_storage`, beside the steps."""
-        return control.prepare_storage(self.cache, ticket, backend, options)
+        """As `Rank` says; beside the steps."""
+        return super().prepare_storage(ticket, backend, options)
 
     @_beside(concurrency_group="control")
     def discard_storage(self, ticket: str) -> None:
-        """Closes a prepared backend that will not be attached; nothing happens when there is none."""
-        self.cache.stores.discard(ticket)
+        """As `Rank` says; beside the steps."""
+        super().discard_storage(ticket)
 
     def status(self) -> dict[str, Any]:
         """State of this rank and of its process, between two steps."""
@@ -201,24 +189,12 @@ class RankServer:
         if events is not None:
             for name in ("endpoint", "replay_endpoint"):
                 events[name] = events[name].replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
-        return {**status_of(self.cache), "pid": info.pid, "node_id": info.node_id, "events": events}
-
-    def audit(self) -> dict[str, Any]:
-        """Counts everything this rank owns anew, between two steps; `faults` says what does not add up."""
-        return audit_of(self.cache).as_dict()
+        return {**super().status(), "pid": info.pid, "node_id": info.node_id, "events": events}
 
     def snapshot(self) -> Snapshot:
         """This rank's metrics now (`metrics.Registry.snapshot`)."""
         self.metrics.collect()
         return self.metrics.registry.snapshot()
-
-    def stats(self) -> dict[str, Any]:
-        """Counters of this rank, and the ledger of its pools; plain numbers under stable names."""
-        return self.cache.stats()
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when the tree, the allocators or the ledger don't add up."""
-        self.cache.check_integrity()
 
     @_beside(concurrency_group="health")
     def ping(self) -> RankInfo:
@@ -231,7 +207,7 @@ class RankServer:
         self.leave()
         if self.exporter is not None:
             self.exporter.close()
-        self.cache.close()
+        super().close()
         if self.events is not None:
             self.events.close()
 

@@ -18,9 +18,9 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.watch import kill_rank
 from hicache_ray.index.catalog import Catalog
+from hicache_ray.rank.group import GroupError
 
 logger = logging.getLogger("hicache_ray.recovery")
 

@@ -27,10 +27,10 @@ from hicache_ray.actors.directory import (
     ranks_of,
     supervisor_name,
 )
-from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery, RecoveryLimits
 from hicache_ray.actors.watch import StorageHeal, StorageWatch
 from hicache_ray.metrics import HealMetrics, RayExporter
+from hicache_ray.rank.group import GroupError
 
 _remote: Any = ray.remote
 """Untyped: Ray's stubs do not know concurrency groups."""

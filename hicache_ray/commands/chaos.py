@@ -151,9 +151,9 @@ def _plan(name: str) -> FaultPlan | None:
 
 
 def _run(settings: Any, plan: FaultPlan | None, console: Console) -> ChaosReport:
-    from hicache_ray.actors.errors import GroupError
     from hicache_ray.faults.chaos import run_chaos
     from hicache_ray.faults.plan import FaultPlanError
+    from hicache_ray.rank.group import GroupError
 
     try:
         with start_failures():

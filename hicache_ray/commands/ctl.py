@@ -190,7 +190,7 @@ def heals_command(settings: dict[str, Any], group: str | None) -> None:
 def _service(settings: dict[str, Any]) -> Iterator[Service]:
     """The service, connected to; what goes wrong with it becomes one sentence."""
     from hicache_ray.actors.cluster import RayStartError
-    from hicache_ray.actors.errors import GroupError
+    from hicache_ray.rank.group import GroupError
     from hicache_ray.service import ServiceError, connect
 
     address = settings["address"]

@@ -232,8 +232,8 @@ def _named(values: Mapping[str, Any]) -> str:
 @contextmanager
 def _failures() -> Iterator[None]:
     """Says in one sentence why a run ended, where it is a reason that a user can do something about."""
-    from hicache_ray.actors.errors import GroupError
     from hicache_ray.pools.memory import PoolMemoryError
+    from hicache_ray.rank.group import GroupError
     from hicache_ray.rank.request import RequestError
     from hicache_ray.replay.driver import Stalled
     from hicache_ray.storage.registry import BackendError

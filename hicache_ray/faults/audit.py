@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import TPGroup
 from hicache_ray.deadline import wait_until
 from hicache_ray.faults.client import ChaosClient, endless_chat
 from hicache_ray.faults.report import Audit
+from hicache_ray.rank.group import GroupError
 from hicache_ray.replay.chat import ChatSpec
 from hicache_ray.replay.driver import RequestSource, Stalled, settle
 from hicache_ray.service import Service, ServiceAudit, audit_service

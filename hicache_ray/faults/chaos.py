@@ -216,11 +216,11 @@ class _Run:
 
 def tell_when_noticed(group: TPGroup, noticed: Callable[[], None]) -> None:
     """Calls `noticed` each time a step of the group finds it broken, before it is rebuilt."""
-    heal = group.healer
+    heal = group.exchange.healer
     assert heal is not None, "a group under faults needs a healer"
 
     def healer(seen: int) -> tuple[int, Sequence[int]]:
         noticed()
         return heal(seen)
 
-    group.healer = healer
+    group.exchange.healer = healer

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from hicache_ray.actors.errors import GroupError
 from hicache_ray.actors.group import TPGroup
-from hicache_ray.rank.step import GroupAnswer
+from hicache_ray.rank.group import GroupAnswer, GroupError
 from hicache_ray.replay.chat import ChatSpec, chat_requests
 from hicache_ray.replay.driver import Driver, DriveSettings, RequestSource, Tally
 from hicache_ray.replay.requests import ReplayRequest

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from hicache_ray.rank.audit import audit_of, status_of
 from hicache_ray.rank.cache import HiRadixCache
+from hicache_ray.rank.control import prepare_storage
+from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.request import Forward
-from hicache_ray.rank.step import StepRequest
+from hicache_ray.rank.step import StepAnswer, StepRequest
 
 
 @runtime_checkable
@@ -39,3 +43,76 @@ def load_engine(path: str, cache: HiRadixCache, options: Mapping[str, Any]) -> E
     except (ImportError, AttributeError) as error:
         raise ValueError(f"engine {path!r} can't be imported: {error}") from error
     return factory(cache, dict(options))
+
+
+class Rank:
+    """One rank of a group: a cache and the engine docked to it, stepped in two halves around the group's reduction.
+
+    Its methods are what an `Exchange` calls.
+    """
+
+    def __init__(self, cache: HiRadixCache, engine: Engine | None = None) -> None:
+        self.cache = cache
+        self.engine = engine
+        self._marks: list[float] = []
+
+    def begin_step(self, request: StepRequest) -> Progress:
+        """Checks the step and takes this rank's progress, to be reduced; nothing is applied yet.
+
+        Raises:
+            RequestError: the step can't be done.
+            CopyError: a copy between L1 and L2 failed; the rank must end.
+        """
+        began = time.perf_counter()
+        self.cache.check(request)
+        if self.engine is not None:
+            self.engine.before_step(self.cache, request)
+        prepared = time.perf_counter()
+        progress = self.cache.collect(request.polls)
+        self._marks = [began, prepared, time.perf_counter()]
+        return progress
+
+    def end_step(self, request: StepRequest, agreed: Progress) -> StepAnswer:
+        """Applies the step that was begun, with what all ranks have reached, and runs the engine."""
+        began, prepared, collected = self._marks
+        reduced = time.perf_counter()
+        answer = self.cache.apply(request, agreed)
+        applied = time.perf_counter()
+        if self.engine is not None:
+            answer.engine.update(self.engine.forward(self.cache, self.cache.forward))
+        ended = time.perf_counter()
+        answer.timings_us.update(
+            reduction=(reduced - collected) * 1e6,
+            work=(collected - prepared + applied - reduced) * 1e6,
+            engine=(prepared - began + ended - applied) * 1e6,
+            total=(ended - began) * 1e6,
+        )
+        return answer
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank, and the ledger of its pools; plain numbers under stable names."""
+        return self.cache.stats()
+
+    def status(self) -> dict[str, Any]:
+        """State of this rank at a glance."""
+        return status_of(self.cache)
+
+    def audit(self) -> dict[str, Any]:
+        """Counts everything this rank owns anew, between two steps; `faults` says what does not add up."""
+        return audit_of(self.cache).as_dict()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the tree, the allocators or the ledger don't add up."""
+        self.cache.check_integrity()
+
+    def prepare_storage(self, ticket: str, backend: str, options: dict[str, Any]) -> str:
+        """Makes a storage backend for an attach to come; "" or why it can't be had. May run beside the steps."""
+        return prepare_storage(self.cache, ticket, backend, options)
+
+    def discard_storage(self, ticket: str) -> None:
+        """Closes a backend that was prepared and will not be attached. May run beside the steps."""
+        self.cache.stores.discard(ticket)
+
+    def close(self) -> None:
+        """Ends the cache's threads and closes its store. May be called twice."""
+        self.cache.close()

@@ -9,7 +9,6 @@ the field.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -215,34 +214,6 @@ class StepAnswer(Agreed, frozen=True, tag=PROTOCOL_VERSION):
     def decode(cls, message: bytes) -> StepAnswer:
         """Parses `encode`'s bytes; raises ProtocolError for anything else."""
         return _decoded(message, _ANSWERS, "step answer")
-
-
-class GroupAnswer(Agreed, frozen=True):
-    """What a group answered to one step; `controlled` and `engine` by rank.
-
-    `timings_us`: `total` (as the caller saw it); `reduction`, `work`, `engine` of the slowest rank; `message` is the
-    rest: encoding, travel, decoding.
-    """
-
-    controlled: tuple[tuple[Any, ...], ...] = ()
-    engine: tuple[dict[str, Any], ...] = ()
-    timings_us: dict[str, float] = {}
-
-
-def differences(one: StepAnswer, other: StepAnswer) -> list[str]:
-    """Names of the fields in which two ranks differ though they must agree."""
-    return [name for name in Agreed.__struct_fields__ if getattr(one, name) != getattr(other, name)]
-
-
-def merge(answers: Sequence[StepAnswer], timings_us: dict[str, float]) -> GroupAnswer:
-    """The group's answer; the ranks' answers must agree."""
-    first = answers[0]
-    return GroupAnswer(
-        **{name: getattr(first, name) for name in Agreed.__struct_fields__},
-        controlled=tuple(answer.controlled for answer in answers),
-        engine=tuple(answer.engine for answer in answers),
-        timings_us=timings_us,
-    )
 
 
 _Message = TypeVar("_Message", StepRequest, StepAnswer)

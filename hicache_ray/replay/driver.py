@@ -12,12 +12,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from hicache_ray.actors.errors import GroupRestarted
 from hicache_ray.deadline import wait_until
 from hicache_ray.hashing import token_bytes
-from hicache_ray.rank.step import Admit, Finish, GroupAnswer, Scheduled
+from hicache_ray.rank.group import Group, GroupAnswer, GroupRestarted
+from hicache_ray.rank.step import Admit, Finish, Scheduled
 from hicache_ray.replay.report import OnProgress, StepTimes, TokenCounts
 from hicache_ray.replay.requests import ReplayRequest
 
@@ -35,30 +34,6 @@ IDLE_SECONDS = 0.001
 
 class Stalled(TimeoutError):
     """No request came on for too long. The text names what the group was waiting for."""
-
-
-class SteppedGroup(Protocol):
-    """A group of ranks, as the driver uses it."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    def step(
-        self,
-        *,
-        finishes: Sequence[Finish] = (),
-        admits: Sequence[Admit] = (),
-        polls: Sequence[str] = (),
-        schedules: Sequence[str] = (),
-    ) -> GroupAnswer:
-        """One scheduling iteration on all ranks."""
-
-    def stats(self) -> list[dict[str, Any]]:
-        """Counters by rank."""
-
-    def audit(self) -> list[dict[str, Any]]:
-        """Audit of every rank, by rank."""
 
 
 class RequestSource:
@@ -208,7 +183,7 @@ class Driver:
 
     def __init__(
         self,
-        group: SteppedGroup,
+        group: Group,
         source: RequestSource,
         settings: DriveSettings,
         *,
@@ -332,7 +307,7 @@ class Driver:
 
 
 def drive(
-    groups: Sequence[SteppedGroup],
+    groups: Sequence[Group],
     requests: Iterable[ReplayRequest],
     settings: DriveSettings,
     progress: OnProgress | None = None,
@@ -356,7 +331,7 @@ def drive(
     return tally
 
 
-def settle(*groups: SteppedGroup, seconds: float = 60.0) -> None:
+def settle(*groups: Group, seconds: float = 60.0) -> None:
     """Steps groups without requests until their engines say that no rank has a transfer in flight.
 
     Raises:
@@ -367,7 +342,7 @@ def settle(*groups: SteppedGroup, seconds: float = 60.0) -> None:
             raise Stalled(f"transfers did not end within {seconds:g} s after the last request")
 
 
-def _is_idle(group: SteppedGroup) -> bool:
+def _is_idle(group: Group) -> bool:
     return all(rank["idle"] for rank in group.step().engine)
 
 

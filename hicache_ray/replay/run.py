@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hicache_ray.config import ConfigError, HiCacheConfig
-from hicache_ray.replay.driver import ENGINE, DriveSettings, SteppedGroup, drive, settle
+from hicache_ray.rank.group import Group
+from hicache_ray.replay.driver import ENGINE, DriveSettings, drive, settle
 from hicache_ray.replay.report import POOL_NAMES, OnProgress, ReplayReport, add_up, evictions_of
 from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.settings import ReplaySettings
@@ -42,13 +43,13 @@ def check_memory(config: HiCacheConfig, settings: ReplaySettings) -> None:
 
 
 @contextmanager
-def local_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[list[SteppedGroup]]:
+def local_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[list[Group]]:
     """Groups in this process that share an L3 in its memory.
 
     Raises:
         PoolMemoryError: the pools do not fit this machine.
     """
-    from hicache_ray.actors.local_group import LocalGroup
+    from hicache_ray.rank.local_group import LocalGroup
 
     store = f"replay-{uuid.uuid4().hex}"
     in_memory = config.hicache_storage_backend == MEMORY_BACKEND
@@ -65,7 +66,7 @@ def local_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[li
 
 
 @contextmanager
-def ray_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[list[SteppedGroup]]:
+def ray_groups(config: HiCacheConfig, settings: ReplaySettings) -> Iterator[list[Group]]:
     """Groups of rank actors and a pool of storage actors, on the Ray cluster this process finds or else starts here.
 
     Raises:
@@ -102,7 +103,7 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(waited)
 
 
-GROUPS: Mapping[str, Callable[[HiCacheConfig, ReplaySettings], AbstractContextManager[list[SteppedGroup]]]] = {
+GROUPS: Mapping[str, Callable[[HiCacheConfig, ReplaySettings], AbstractContextManager[list[Group]]]] = {
     "local": local_groups,
     "ray": ray_groups,
 }
@@ -111,7 +112,7 @@ GROUPS: Mapping[str, Callable[[HiCacheConfig, ReplaySettings], AbstractContextMa
 
 def replay_workload(
     workload: Workload,
-    groups: Sequence[SteppedGroup],
+    groups: Sequence[Group],
     settings: DriveSettings,
     *,
     mode: str,

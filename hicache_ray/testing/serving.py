@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hicache_ray.deadline import wait_until
-from hicache_ray.rank.step import GroupAnswer, Scheduled
-from hicache_ray.replay.driver import IDLE_SECONDS, Driver, DriveSettings, RequestSource, SteppedGroup, settle
+from hicache_ray.rank.group import Group, GroupAnswer
+from hicache_ray.rank.step import Scheduled
+from hicache_ray.replay.driver import IDLE_SECONDS, Driver, DriveSettings, RequestSource, settle
 from hicache_ray.replay.requests import ReplayRequest
 
 __all__ = ["DEADLINE_SECONDS", "WrongBytes", "ask", "settle", "wait_for"]
@@ -30,7 +31,7 @@ class WrongBytes(AssertionError):
 
 
 def ask(
-    group: SteppedGroup,
+    group: Group,
     prompt: Sequence[int] | np.ndarray,
     answer: Sequence[int] | np.ndarray = (),
     *,
