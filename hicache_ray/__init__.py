@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hicache_ray.config import ConfigError, HiCacheConfig
-    from hicache_ray.hashing import Namespace, page_hashes
-    from hicache_ray.index import TieredIndex
-    from hicache_ray.pools.device import DevicePool
-    from hicache_ray.pools.host import HostPool
-    from hicache_ray.pools.spec import KVSpec
-    from hicache_ray.rank.build import build_cache
-    from hicache_ray.rank.cache import HiRadixCache
-    from hicache_ray.service import Service, connect, start
+    from hicache_ray.config import ConfigError as ConfigError
+    from hicache_ray.config import HiCacheConfig as HiCacheConfig
+    from hicache_ray.hashing import Namespace as Namespace
+    from hicache_ray.hashing import page_hashes as page_hashes
+    from hicache_ray.index import TieredIndex as TieredIndex
+    from hicache_ray.pools.device import DevicePool as DevicePool
+    from hicache_ray.pools.host import HostPool as HostPool
+    from hicache_ray.pools.spec import KVSpec as KVSpec
+    from hicache_ray.rank.build import build_cache as build_cache
+    from hicache_ray.rank.cache import HiRadixCache as HiRadixCache
+    from hicache_ray.service import Service as Service
+    from hicache_ray.service import connect as connect
+    from hicache_ray.service import start as start
 
 _HOME = {
     "ConfigError": "config",
@@ -38,21 +42,7 @@ _HOME = {
     "start": "service",
 }
 
-__all__ = [
-    "ConfigError",
-    "DevicePool",
-    "HiCacheConfig",
-    "HiRadixCache",
-    "HostPool",
-    "KVSpec",
-    "Namespace",
-    "Service",
-    "TieredIndex",
-    "build_cache",
-    "connect",
-    "page_hashes",
-    "start",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -52,15 +52,10 @@ def _policy_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.pass_obj
 def status_command(settings: dict[str, Any], group: str | None) -> None:
     """Print what each rank holds and does, its policies, and the state of L3."""
-    with _service(settings) as service:
-        rows = {name: service.group(name).status() for name in _groups(service, group)}
-    if settings["as_json"]:
-        click.echo(json.dumps({"service": settings["name"], "groups": rows}, indent=2))
-        return
-    if not rows:
-        click.echo(f"service {settings['name']} has no group yet")
-    for name, ranks in rows.items():
-        click.echo("\n".join(status_lines(name, ranks)))
+    rows = _answers(settings, group, lambda asked: asked.status())
+    lines = [line for name, ranks in rows.items() for line in status_lines(name, ranks)]
+    none = f"service {settings['name']} has no group yet"
+    _show(settings, {"service": settings["name"], "groups": rows}, lines or [none])
 
 
 @ctl_command.command("flush")
@@ -115,13 +110,9 @@ def policies_command(settings: dict[str, Any], group: str | None, **policies: An
     if given:
         _each(settings, group, "policies changed", lambda target: target.set_policies(**given))
         return
-    with _service(settings) as service:
-        held = {name: service.group(name).status()[0]["policies"] for name in _groups(service, group)}
-    if settings["as_json"]:
-        click.echo(json.dumps(held, indent=2))
-        return
-    for name, values in held.items():
-        click.echo("\n".join(f"{name}: {policy} = {value_text(value)}" for policy, value in values.items()))
+    held = _answers(settings, group, lambda asked: asked.status()[0]["policies"])
+    rows = ((name, policy, value) for name, values in held.items() for policy, value in values.items())
+    _show(settings, held, [f"{name}: {policy} = {value_text(value)}" for name, policy, value in rows])
 
 
 @ctl_command.command("clear-l3")
@@ -143,10 +134,7 @@ def audit_command(settings: dict[str, Any], read_pages: bool, group: str | None)
 
     with _service(settings) as service:
         found = audit_service(service, _groups(service, group), read_pages=read_pages).as_dict()
-    if settings["as_json"]:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        click.echo("\n".join(audit_lines(found)))
+    _show(settings, found, audit_lines(found))
     if found["faults"]:
         raise RunFailed("; ".join(found["faults"]))
 
@@ -158,12 +146,8 @@ def metrics_command(settings: dict[str, Any], group: str | None) -> None:
     """Print the metrics of every rank, as Prometheus text; Ray exports the same."""
     from hicache_ray.metrics import exposition
 
-    with _service(settings) as service:
-        rows = {name: service.group(name).metrics() for name in _groups(service, group)}
-    if settings["as_json"]:
-        click.echo(json.dumps(rows, indent=2))
-    else:
-        click.echo(exposition(snapshot for ranks in rows.values() for snapshot in ranks), nl=False)
+    rows = _answers(settings, group, lambda asked: asked.metrics())
+    _show(settings, rows, exposition(snapshot for ranks in rows.values() for snapshot in ranks).splitlines())
 
 
 @ctl_command.command("heals")
@@ -175,15 +159,8 @@ def heals_command(settings: dict[str, Any], group: str | None) -> None:
         wanted = _groups(service, group)
         rows = [heal._asdict() for heal in service.supervisor.history() if heal.group in wanted]
         ended = [heal._asdict() for heal in service.supervisor.storage_history()] if group is None else []
-    if settings["as_json"]:
-        click.echo(json.dumps([*rows, *ended], indent=2))
-        return
-    for row in rows:
-        click.echo(heal_line(row))
-    for row in ended:
-        click.echo(storage_heal_line(row))
-    if not rows:
-        click.echo("no group was rebuilt")
+    none = [] if rows else ["no group was rebuilt"]
+    _show(settings, [*rows, *ended], [*map(heal_line, rows), *map(storage_heal_line, ended), *none])
 
 
 @contextmanager
@@ -218,6 +195,18 @@ def _groups(service: Service, group: str | None) -> tuple[str, ...]:
         known = ", ".join(service.groups) or "none"
         raise BadInput(f"service {service.name} has no group {group!r}; it has {known}")
     return (group,)
+
+
+def _answers(settings: dict[str, Any], group: str | None, ask: Callable[[TPGroup], Any]) -> dict[str, Any]:
+    """What each group answers, by its name."""
+    with _service(settings) as service:
+        return {name: ask(service.group(name)) for name in _groups(service, group)}
+
+
+def _show(settings: dict[str, Any], document: Any, lines: Sequence[str]) -> None:
+    """Prints what was found: as JSON, or as lines of text."""
+    for line in [json.dumps(document, indent=2)] if settings["as_json"] else lines:
+        click.echo(line)
 
 
 def _each(settings: dict[str, Any], group: str | None, done: str, act: Callable[[TPGroup], str]) -> None:
