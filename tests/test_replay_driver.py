@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from hicache_ray.rank.group import GroupRestarted
 from hicache_ray.rank.step import Admit, Admitted, Finish, Finished, Polled, Scheduled
-from hicache_ray.replay.driver import DriveSettings, Stalled, drive, settle
+from hicache_ray.replay.driver import Driver, DriveSettings, RequestSource, Stalled, drive, settle
 from hicache_ray.replay.requests import ReplayRequest
 
 IDLE = {"pages_verified": 1, "pages_mismatched": 0, "pages_computed": 2, "idle": True}
@@ -65,8 +66,8 @@ class ScriptedGroup:
     def stats(self) -> list[dict[str, Any]]:
         return [{}, {}]
 
-    def check_integrity(self) -> None:
-        return None
+    def audit(self) -> list[dict[str, Any]]:
+        return [{}, {}]
 
 
 def request(rid: str, after: str | None = None) -> ReplayRequest:
@@ -160,3 +161,65 @@ def test_requests_in_flight_when_a_group_is_rebuilt_are_sent_again() -> None:
     assert measured.restarts == 1 and measured.again > 0 and not measured.failed
     assert told[-1] == 5
     assert set(group.order) == {f"r{n}" for n in range(5)}
+
+
+def failing(group: ScriptedGroup, *at: int) -> list[int]:
+    """Has the group lose everything in its steps of those numbers; gives the numbers still to come."""
+    step, left, calls = group.step, list(at), [0]
+
+    def broken(**given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] in left:
+            left.remove(calls[0])
+            group.running, group.polls = [], {}
+            raise GroupRestarted("rebuilt")
+        return step(**given)
+
+    group.step = broken  # type: ignore[method-assign]
+    return left
+
+
+def test_a_request_is_given_up_when_it_was_lost_as_often_as_it_may_be_sent() -> None:
+    group = ScriptedGroup()
+    left = failing(group, 2, 4)
+    source = RequestSource([request("r0"), request("r1", after="r0"), request("r2")])
+    driver = Driver(group, source, DriveSettings(concurrency=1, in_flight=1, attempts=2))
+    while driver.busy:
+        driver.advance()
+    assert not left and group.order == ["r1", "r2"], "what builds on a request that was given up is sent all the same"
+    assert driver.tally.failed == {"GroupRestarted": 1} and isinstance(driver.gave_up, GroupRestarted)
+    assert (driver.tally.served, driver.tally.again, driver.tally.restarts, driver.unended) == (2, 1, 2, 0)
+
+
+def test_a_driver_that_drains_ends_what_it_has_sent_and_takes_no_more() -> None:
+    group = ScriptedGroup()
+    driver = Driver(group, RequestSource(request(f"r{n}") for n in itertools.count()), DriveSettings(in_flight=3))
+    for _ in range(20):
+        driver.advance()
+        assert driver.unended <= 3 + len(group.running)
+    assert driver.busy
+    driver.drain()
+    while driver.busy:
+        driver.advance()
+    assert driver.tally.served == len(group.order) > 3 and not group.running
+
+
+def test_drivers_that_share_a_lane_serve_each_request_once() -> None:
+    groups = [ScriptedGroup(), ScriptedGroup()]
+    source = RequestSource(request(f"r{n}") for n in range(30))
+    drivers = [Driver(group, source, SETTINGS) for group in groups]
+    while any(driver.busy for driver in drivers):
+        for driver in drivers:
+            driver.advance()
+    assert sorted(groups[0].order + groups[1].order) == sorted(f"r{n}" for n in range(30))
+    assert all(group.order for group in groups)
+
+
+def test_what_looks_at_answers_may_end_the_run() -> None:
+    def look(answer: Any) -> None:
+        raise RuntimeError("seen")
+
+    driver = Driver(ScriptedGroup(), RequestSource([request("r0")]), SETTINGS, answered=look)
+    with pytest.raises(RuntimeError, match="seen"):
+        driver.advance()
+    assert driver.tally.steps == 0
