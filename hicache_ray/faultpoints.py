@@ -49,7 +49,7 @@ POINTS = {
 
 
 class InjectedFault(RuntimeError):
-    """What a point raises where a plan wants what happens there to fail."""
+    """Raised at a point where a fault plan wants the action there to fail."""
 
 
 class Injector(Protocol):
@@ -90,7 +90,7 @@ def reach(point: str, peer: str = "") -> None:
 
 
 def fails(point: str, peer: str = "") -> bool:
-    """A point whose caller has a way of its own to fail: True when it has to take it."""
+    """A point whose caller has a way of its own to fail; True: it has to fail."""
     return _injector is not None and _injector.fails(point, peer)
 
 

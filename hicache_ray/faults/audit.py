@@ -32,7 +32,7 @@ def audit_at_rest(service: Service, groups: Mapping[str, TPGroup], seed: int, *,
     faults = _settle(groups)
     served = sum(_serve_more(name, group, seed, faults) for name, group in groups.items())
     faults += _settle(groups)
-    wait_until(lambda: _held_in_storage(service) == 0, SETTLE_SECONDS)  # what dead clients hold expires after a while
+    wait_until(lambda: _held_in_storage(service) == 0, SETTLE_SECONDS)  # leases of dead clients expire after a while
     found = audit_service(service, list(groups), read_pages=read_pages)
     return Audit(_leaked(found), _diverged(found), (*faults, *found.faults), served)
 

@@ -47,7 +47,7 @@ class Outcomes(Tally):
 
 
 class ChaosClient(threading.Thread):
-    """Sends requests to one group until told to stop, and ends those it has sent.
+    """Sends requests to one group until told to stop, then waits for the last of them.
 
     Args:
         name: of the group.
@@ -84,7 +84,7 @@ class ChaosClient(threading.Thread):
         return self._driver.unended
 
     def drain(self) -> None:
-        """Take no more requests; the thread ends with those it has."""
+        """Take no more requests; the thread ends with the last one under way."""
         self._driver.drain()
 
     def leave(self, seconds: float) -> None:

@@ -45,13 +45,13 @@ class Strike(NamedTuple):
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault: exactly one of `strike`, `answer` and `damage` says what happens.
+    """A kind of fault. Exactly one of `strike`, `answer` and `damage` carries it out.
 
     Attributes:
-        does: what happens, in words.
+        does: its effect, in words.
         points: patterns of the points where it can happen.
         usual: the point where it happens when a plan names none, by role; empty: the usual one of the role.
-        strike: called before what is about to happen at the point; True: that fails.
+        strike: called before the action that the point names; True: the action fails.
         answer: called with the number of pages asked for and the answer; gives the answer that the caller gets.
         damage: changes a writable view of one page.
         signal: done to a process from outside with this signal, where a plan gives a time and no point.

@@ -26,7 +26,7 @@ _STORAGE = re.compile(r"storage (\d+|\*|any)")
 
 
 class FaultPlanError(ValueError):
-    """A fault plan that can't be carried out; the text says what is wrong and what would do."""
+    """A fault plan that can't be carried out; the text says why, and what would work."""
 
 
 class Identity(NamedTuple):
@@ -180,7 +180,7 @@ class PlannedFault:
         """A fault from a mapping as in a plan's file.
 
         Raises:
-            FaultPlanError: it is none; the text says what is wrong and what would do.
+            FaultPlanError: the entry is no fault; the text says why, and what would work.
         """
         if not isinstance(entry, Mapping):
             raise FaultPlanError(f"a fault is {entry!r:.80}; give a mapping with kind, who and when")
@@ -194,7 +194,7 @@ class PlannedFault:
         return cls(**values, who=Target.parse(entry.get("who", ANY)))
 
     def as_mapping(self) -> dict[str, Any]:
-        """What `parse` reads, without what has its default."""
+        """The mapping that `parse` reads, without fields at their defaults."""
         defaults = {field.name: field.default for field in fields(self)}
         given = {name: value for name, value in asdict(self).items() if value != defaults.get(name)}
         return {**given, "who": str(self.who)}
@@ -305,7 +305,7 @@ class FaultPlan:
         return cls(tuple(faults), seed)
 
     def as_mapping(self) -> dict[str, Any]:
-        """What `parse` reads."""
+        """The mapping that `parse` reads."""
         return {"seed": self.seed, "faults": [fault.as_mapping() for fault in self.faults]}
 
     def to_yaml(self) -> str:
@@ -321,7 +321,7 @@ class FaultPlan:
 
         Args:
             who: the processes.
-            partial: others are elsewhere; what is about them stays as it is.
+            partial: there are others elsewhere; faults of theirs stay as they are.
 
         Raises:
             FaultPlanError: a fault is about a process that is not there.
@@ -341,7 +341,7 @@ class FaultPlan:
         return replace(self, faults=tuple(faults))
 
     def actions(self, who: Sequence[Identity], seconds: float) -> list[Action]:
-        """What is done from outside within so many seconds, in order of time."""
+        """The faults from outside within so many seconds, in order of time."""
         actions: list[Action] = []
         for number, fault in enumerate(self.faults):
             if fault.outside:

@@ -1,4 +1,4 @@
-"""A fault plan on a running service: the plan goes into every actor, and what is done from outside is done.
+"""A fault plan on a running service: every actor carries out its part, and kills and stops come from outside.
 
 faults = ServiceFaults(service, plan)
 faults.install()       # again whenever actors may have been restarted: they come up without the plan
@@ -39,7 +39,7 @@ from hicache_ray.storage.pool.options import actor_name
 logger = logging.getLogger("hicache_ray.faults.service")
 
 FIRINGS_NAMESPACE = b"hicache_ray.faults"
-"""Of the keys in Ray's internal KV that hold what has happened."""
+"""Namespace of the keys in Ray's internal KV that hold the firings of all plans."""
 CALL_SECONDS, START_SECONDS, REMOVE_SECONDS = 2.0, 30.0, 30.0
 LOOK_SECONDS = 0.25
 """Between two looks at all actors: so exact is when a storage actor or the supervisor is found to answer again."""
@@ -77,9 +77,11 @@ class ServiceFaults:
         self._id = uuid.uuid4().hex[:12]
 
     def install(self, seconds: float = CALL_SECONDS) -> dict[Identity, ActorProcess]:
-        """Has every actor that answers within so many seconds carry out the plan; those that do already are asked
-        where they are. Faults that happened to an actor before it was restarted count. After `end` the actors only say
-        where they are."""
+        """Puts the plan into every actor that answers within so many seconds, and tells where each of these is.
+
+        An actor that has the plan already keeps it. Faults that happened to an actor before it was restarted count.
+        After `end` the actors only tell where they are.
+        """
         if self._ended:
             return self._places({one: self.call(one, _remove) for one in self.who}, seconds)
         spent = self._spent()
@@ -101,7 +103,7 @@ class ServiceFaults:
         _internal_kv_del(self._id.encode(), del_by_prefix=True, namespace=FIRINGS_NAMESPACE)
 
     def firings(self) -> list[Firing]:
-        """What has happened so far at the actors' points, and what was noted, in order of time."""
+        """All faults that have happened so far, in order of time: at the actors' points, and those given to `note`."""
         found = []
         for key in _internal_kv_list(f"{self._id}/".encode(), namespace=FIRINGS_NAMESPACE):
             value = _internal_kv_get(key, namespace=FIRINGS_NAMESPACE)
@@ -119,7 +121,7 @@ class ServiceFaults:
         return number is not None and signal_process(process, number, resume_after=action.seconds)
 
     def note(self, firing: Firing) -> None:
-        """Adds to `firings` what was done from outside."""
+        """Adds a fault from outside to `firings`."""
         _write(self._id, firing)
 
     def call(self, one: Identity, function: Any, *arguments: Any) -> Any:
@@ -131,7 +133,7 @@ class ServiceFaults:
         return method.remote(function, *arguments)
 
     def answers(self, calls: Mapping[Identity, Any], seconds: float) -> dict[Identity, Any]:
-        """What those answered that did within so many seconds."""
+        """The answers that came within so many seconds."""
         refs = {ref: one for one, ref in calls.items() if ref is not None}
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=seconds) if refs else ([], [])
         answers = {}
@@ -229,15 +231,16 @@ def _write(plan_id: str, firing: Firing) -> None:
 
 
 class FaultRunner:
-    """Keeps a plan going on a service, from `start` to `stop`: what is done from outside is done in time, and actors
-    that were restarted get the plan again. The plan's time begins with `start`.
+    """Keeps a plan going on a service, from `start` to `stop`. The plan's time begins with `start`.
+
+    Faults from outside happen at their times. Actors that were restarted get the plan again.
 
     Args:
         faults: the plan on its service.
-        seconds: what is done from outside later than so many seconds after the start is left out.
-        acted: told what was done from outside; None: it is noted among `faults.firings`.
-        told: the same in words, also what came too late.
-        looked: told of each look at all actors when it began, and where those are that answered.
+        seconds: faults from outside later than so many seconds after the start are left out.
+        acted: called with each fault from outside; None: `faults.note`.
+        told: called with each of them in words, also with one that found no process.
+        looked: called after each look at all actors with the time it began and the actors that answered.
     """
 
     def __init__(
@@ -269,7 +272,7 @@ class FaultRunner:
             thread.start()
 
     def wait(self) -> None:
-        """Returns when all that is done from outside has been done."""
+        """Returns when all faults from outside have happened."""
         self._threads[0].join()
 
     def stop(self) -> None:

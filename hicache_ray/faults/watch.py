@@ -1,4 +1,4 @@
-"""The timeline of a run under faults: each fault, when it was noticed, and when what it hit worked again."""
+"""The timeline of a run under faults: each fault, when it was noticed, and when its victim worked again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FaultRecord:
         at: when.
         pid: the process it hit.
         noticed: when somebody found out; None: nobody had to.
-        healed: when what it hit worked again: for a rank the first step of its group that began after the fault and
+        healed: when its victim worked again: for a rank the first step of its group that began after the fault and
             was answered, for the others their first answer.
     """
 
@@ -81,7 +81,7 @@ class ChaosWatch:
                     record.healed = now
 
     def looked(self, began: float, answers: Mapping[Identity, ActorProcess]) -> None:
-        """A look at all processes that began then has ended, now, and those answered."""
+        """A look at all processes that began then has ended now, with these answers."""
         now = time.time()
         with self._lock:
             for record in self.records:

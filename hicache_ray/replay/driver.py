@@ -67,7 +67,7 @@ class RequestSource:
             return None
 
     def end(self, rid: str) -> None:
-        """A request has ended, one way or the other: those that build on it may be sent."""
+        """A request has ended, one way or the other: requests that build on it may be sent."""
         with self._lock:
             self._ended.add(rid)
 
@@ -123,7 +123,7 @@ class Tally:
         steps, restarts: steps answered; steps that ended in a rebuilt or broken group.
         counts: where the tokens of scheduled prompts came from.
         times: of the answered steps.
-        verified, wrong: cached pages compared with what they must hold, and those that were different.
+        verified, wrong: cached pages whose bytes were checked, and pages among them with wrong bytes.
     """
 
     served: int = 0
@@ -137,7 +137,7 @@ class Tally:
     wrong: int = 0
 
     def add_step(self, answer: GroupAnswer) -> None:
-        """Notes an answered step; its requests are noted by who knows them."""
+        """Notes an answered step."""
         self.steps += 1
         self.served += len(answer.finished)
         self.times.add(answer.timings_us)
@@ -174,8 +174,8 @@ class Driver:
         source: where requests come from.
         settings: how they are sent.
         lane: of the source.
-        tally: what is added to; several drivers of one thread may share it.
-        answered: told each step's answer first; what it raises, `advance` raises.
+        tally: counts are added to it; several drivers of one thread may share it.
+        answered: called first with each step's answer; its exception leaves `advance`.
 
     Attributes:
         gave_up: the error by which the last request was lost that is not sent again.
@@ -219,7 +219,7 @@ class Driver:
         return bool(self.unended) or not (self._draining or self.source.empty(self.lane))
 
     def drain(self) -> None:
-        """Take no more requests; those that were sent go on. May be called from another thread."""
+        """Take no more requests from the source. Requests under way go on. May be called from another thread."""
         self._draining = True
 
     def advance(self) -> bool:
@@ -227,11 +227,11 @@ class Driver:
 
         Raises:
             Stalled: none has for `settings.stall_seconds`.
-            Exception: what a step raises, GroupRestarted apart. `send_again` makes the driver fit to go on.
+            GroupError, RequestError: of the step, GroupRestarted apart. After `send_again` the driver can go on.
         """
         finishes = [_finish(self._sent[rid].request) for rid in self._running]
         admits = self._arrivals()
-        # While the first in line finds no room nobody overtakes it: what runs ends, and then it fits.
+        # A request that found no room is tried alone, and no other overtakes it: once the running ones end, it fits.
         schedules = self._ready[: 1 if self._blocked else self.settings.concurrency]
         polls = self._waiting[: self.settings.concurrency]
         try:
@@ -254,7 +254,7 @@ class Driver:
         return moved
 
     def send_again(self, error: Exception) -> None:
-        """The group has lost what was in flight: it is sent again, or given up after `settings.attempts`."""
+        """The group has lost all requests in flight. They are sent again, or given up after `settings.attempts`."""
         self.tally.restarts += 1
         again = []
         for sent in self._sent.values():
@@ -264,7 +264,7 @@ class Driver:
                 self.gave_up = error
             else:
                 again.append(sent)
-        level = logging.WARNING if self.settings.attempts is None else logging.INFO  # who counts attempts expects it
+        level = logging.WARNING if self.settings.attempts is None else logging.INFO  # with a count, losses are expected
         logger.log(level, "%d requests are sent again: %s", len(again), error)
         self.tally.again += len(again)
         self._again.extendleft(reversed(again))
@@ -273,7 +273,7 @@ class Driver:
         self._moved_at = time.monotonic()
 
     def _arrivals(self) -> list[Admit]:
-        """Those that enter in this step, while there are places: those that run leave in it."""
+        """Requests that enter in this step, as many as there are places; running requests leave in it."""
         admits = []
         while len(self._sent) - len(self._running) < self._in_flight and (sent := self._next()) is not None:
             sent.attempts += 1

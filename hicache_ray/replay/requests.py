@@ -24,7 +24,7 @@ class ReplayRequest:
         output: token ids [answer tokens].
         namespace: adapter, salt and tenant it belongs to.
         priority: of its KV in the cache.
-        after: rid of a request whose answer is part of this prompt: it has to end first.
+        after: rid of a request whose answer is part of this prompt; that one has to end first.
     """
 
     rid: str
