@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hicache_ray.actors.group import TPGroup
 from hicache_ray.deadline import wait_until
 from hicache_ray.faults.client import ChaosClient, endless_chat
 from hicache_ray.faults.report import Audit
-from hicache_ray.rank.group import GroupError
+from hicache_ray.rank.group import Group, GroupError
 from hicache_ray.replay.chat import ChatSpec
 from hicache_ray.replay.driver import RequestSource, Stalled, settle
 from hicache_ray.service import Service, ServiceAudit, audit_service
@@ -19,7 +18,7 @@ AFTERWARDS = ChatSpec(sessions=4, turns=3, system=32, turn=16, answer=16)
 AFTERWARDS_SECONDS = 5.0
 
 
-def audit_at_rest(service: Service, groups: Mapping[str, TPGroup], seed: int, *, read_pages: bool = True) -> Audit:
+def audit_at_rest(service: Service, groups: Mapping[str, Group], seed: int, *, read_pages: bool = True) -> Audit:
     """Counts everything in a service without requests, once it has served a little more.
 
     Args:
@@ -37,7 +36,7 @@ def audit_at_rest(service: Service, groups: Mapping[str, TPGroup], seed: int, *,
     return Audit(_leaked(found), _diverged(found), (*faults, *found.faults), served)
 
 
-def _settle(groups: Mapping[str, TPGroup]) -> list[str]:
+def _settle(groups: Mapping[str, Group]) -> list[str]:
     faults = []
     for name, group in groups.items():
         try:
@@ -47,7 +46,7 @@ def _settle(groups: Mapping[str, TPGroup]) -> list[str]:
     return faults
 
 
-def _serve_more(name: str, group: TPGroup, seed: int, faults: list[str]) -> int:
+def _serve_more(name: str, group: Group, seed: int, faults: list[str]) -> int:
     source = RequestSource(endless_chat(AFTERWARDS, seed + 1_000_003))
     client = ChaosClient(name, group, source, concurrency=2, step_limit=SETTLE_SECONDS)
     client.start()

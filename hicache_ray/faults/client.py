@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from hicache_ray.actors.group import TPGroup
-from hicache_ray.rank.group import GroupAnswer, GroupError
+from hicache_ray.rank.group import Group, GroupAnswer, GroupError
 from hicache_ray.replay.chat import ChatSpec, chat_requests
 from hicache_ray.replay.driver import Driver, DriveSettings, RequestSource, Tally
 from hicache_ray.replay.requests import ReplayRequest
@@ -61,7 +60,7 @@ class ChaosClient(threading.Thread):
     def __init__(
         self,
         name: str,
-        group: TPGroup,
+        group: Group,
         source: RequestSource,
         *,
         concurrency: int,
