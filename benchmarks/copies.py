@@ -32,12 +32,11 @@ from benchmarks.peer_copy import Copier, pool_copiers, random_pages  # noqa: E40
 from hicache_ray.config.names import COPIES, can_copy  # noqa: E402
 from hicache_ray.config.options import GIGABYTE as GB  # noqa: E402
 from hicache_ray.kernels.cpu import set_copy_threads  # noqa: E402
+from hicache_ray.pages import Bytes, Pages  # noqa: E402
 from hicache_ray.pools.device import DevicePool  # noqa: E402
 from hicache_ray.pools.host import HostPool  # noqa: E402
-from hicache_ray.pools.layouts import Bytes  # noqa: E402
+from hicache_ray.pools.layouts import KVSpec  # noqa: E402
 from hicache_ray.pools.memory import allocate  # noqa: E402
-from hicache_ray.pools.slots import Pages  # noqa: E402
-from hicache_ray.pools.spec import KVSpec  # noqa: E402
 
 SPECS = {"mha": KVSpec.mha(32, 8, 128), "mla": KVSpec.mla(61, 512, 64)}
 NON_TEMPORAL = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}

@@ -11,10 +11,10 @@ import torch
 from hicache_ray.config.names import COPIES
 from hicache_ray.kernels.cpu import set_copy_threads
 from hicache_ray.kernels.table import copies_between
+from hicache_ray.pages import Pages
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.slots import Pages
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
 
 Copier = tuple[Callable[[], None], int]
 SEED = 3

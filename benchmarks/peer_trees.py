@@ -10,8 +10,9 @@ import numpy as np
 
 from hicache_ray.index import IndexOptions, Match, TieredIndex
 from hicache_ray.index.integrity import check_index
+from hicache_ray.pages import Pages
 from hicache_ray.radix.key import TOKEN_BYTES, Key
-from hicache_ray.radix.node import Node, Pages
+from hicache_ray.radix.node import Node
 
 
 class Tokens:

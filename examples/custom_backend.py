@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.base import Bytes, PageStorage, StorageConfig
+from hicache_ray.pages import Bytes
+from hicache_ray.storage.base import PageStorage, StorageConfig
 from hicache_ray.storage.guard import GuardedStorage
 from hicache_ray.storage.registry import create_backend
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape

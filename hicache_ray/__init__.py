@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hicache_ray.index import TieredIndex as TieredIndex
     from hicache_ray.pools.device import DevicePool as DevicePool
     from hicache_ray.pools.host import HostPool as HostPool
-    from hicache_ray.pools.spec import KVSpec as KVSpec
+    from hicache_ray.pools.layouts import KVSpec as KVSpec
     from hicache_ray.rank.build import build_cache as build_cache
     from hicache_ray.rank.cache import HiRadixCache as HiRadixCache
     from hicache_ray.service import Service as Service

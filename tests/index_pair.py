@@ -11,9 +11,10 @@ import numpy as np
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 from hicache_ray.index import IndexBusyError, IndexOptions, Match, TieredIndex
 from hicache_ray.index.integrity import check_index
+from hicache_ray.pages import Pages
 from hicache_ray.radix.digest import MASK, clock_digest, node_digest
 from hicache_ray.radix.key import Key
-from hicache_ray.radix.node import Node, Pages
+from hicache_ray.radix.node import Node
 from tests.index_kit import evict, evict_host
 from tests.naive_index import ORDER, NaiveIndex, NaiveNode, Page
 

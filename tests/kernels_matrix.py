@@ -18,7 +18,7 @@ from hicache_ray.kernels.base import PoolCopies
 from hicache_ray.kernels.table import copies_between, why_no_triton
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
 from tests import kernels_reference as reference
 
 PAGE_SIZES = (1, 2, 3, 16)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from hicache_ray.pages import Pages
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.slots import Pages
 
 Place = Callable[[torch.Tensor, int, int, int, int, int], torch.Tensor]
 

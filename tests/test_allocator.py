@@ -8,6 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+from hicache_ray import pages
 from hicache_ray.pools.allocator import PageAllocator, PageError
 
 
@@ -16,17 +17,16 @@ def pages_of(*numbers: int) -> np.ndarray:
 
 
 def test_whole_pages_only() -> None:
-    """Case 57. Three tokens at page 2 are refused with both numbers."""
-    allocator = PageAllocator(8, 2)
-    with pytest.raises(ValueError, match="3 tokens are no whole number of pages of 2 tokens"):
-        allocator.alloc_tokens(3)
-    pages = allocator.alloc_tokens(4)
-    assert pages is not None and pages.tolist() == [0, 1]
+    """Case 57. Three slots at page 2 are refused with both numbers; what is handed out is pages."""
+    with pytest.raises(ValueError, match="3 slots are not whole pages of 2"):
+        pages.pages_of(range(3), 2)
+    taken = PageAllocator(8).alloc(2)
+    assert taken is not None and taken.tolist() == [0, 1] and pages.slots_of(taken, 2).tolist() == [0, 1, 2, 3]
 
 
 def test_over_capacity_takes_nothing() -> None:
     """Case 57."""
-    allocator = PageAllocator(4, 1)
+    allocator = PageAllocator(4)
     assert allocator.alloc(5) is None
     assert allocator.free_pages == allocator.total == 4
     taken = allocator.alloc(4)
@@ -37,7 +37,7 @@ def test_over_capacity_takes_nothing() -> None:
 
 def test_the_page_free_the_longest_is_used_first() -> None:
     """Case 57. Also across the end of the ring."""
-    allocator = PageAllocator(4, 1)
+    allocator = PageAllocator(4)
     first = allocator.alloc(3)
     assert first is not None
     allocator.free(first[::-1])
@@ -62,7 +62,7 @@ def test_the_page_free_the_longest_is_used_first() -> None:
 )
 def test_a_page_that_is_not_held_cannot_be_freed(pages: list[int], message: str) -> None:
     """Case 57, ruling: a double or a foreign free raises, and no page of the call was taken back."""
-    allocator = PageAllocator(8, 1)
+    allocator = PageAllocator(8)
     held = allocator.alloc(6)
     assert held is not None
     allocator.free(pages_of(0, 1))
@@ -78,7 +78,7 @@ def test_a_page_that_is_not_held_cannot_be_freed(pages: list[int], message: str)
 @pytest.mark.parametrize("twice", [0, 254, 255, 700])
 def test_a_page_named_twice_in_a_long_call(twice: int) -> None:
     """Case 57. Also where the two are far apart; then none of the call was taken back."""
-    allocator = PageAllocator(1_000, 1)
+    allocator = PageAllocator(1_000)
     held = allocator.alloc(800)
     assert held is not None
     with pytest.raises(PageError, match=f"page {twice} is named more than once"):
@@ -92,7 +92,7 @@ def test_a_page_named_twice_in_a_long_call(twice: int) -> None:
 
 
 def test_an_empty_pool() -> None:
-    allocator = PageAllocator(0, 4)
+    allocator = PageAllocator(0)
     assert allocator.alloc(1) is None
     allocator.free(pages_of())
     with pytest.raises(PageError):
@@ -102,14 +102,14 @@ def test_an_empty_pool() -> None:
 
 def test_senseless_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="-1 pages"):
-        PageAllocator(-1, 1)
+        PageAllocator(-1)
     with pytest.raises(ValueError, match="-2 pages asked for"):
-        PageAllocator(4, 1).alloc(-2)
+        PageAllocator(4).alloc(-2)
 
 
 def test_random_use_equals_a_queue() -> None:
     rng = random.Random(7)
-    allocator, queue = PageAllocator(37, 4), deque(range(37))
+    allocator, queue = PageAllocator(37), deque(range(37))
     held: list[np.ndarray] = []
     for _ in range(5_000):
         if rng.random() < 0.5 or not held:
@@ -129,7 +129,7 @@ def test_random_use_equals_a_queue() -> None:
 
 
 def test_what_is_handed_out_is_the_callers_own() -> None:
-    allocator = PageAllocator(4, 1)
+    allocator = PageAllocator(4)
     pages = allocator.alloc(2)
     assert pages is not None
     pages[:] = 99

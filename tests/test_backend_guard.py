@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.pools.slots import Pages
+from hicache_ray.pages import Pages
 from hicache_ray.storage.base import PageContext, Storage, StorageConfig
 from hicache_ray.storage.guard import MAX_GIVEN_UP, GuardedStorage
 from hicache_ray.testing.host_pages import NumpyHostPages

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import ModelIdentity
+from hicache_ray.pages import slots_of
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.slots import slots_of
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
 from hicache_ray.storage.host_pages import HostPages, memory_span, page_addresses, page_runs
 from hicache_ray.testing.host_pages import LAYOUTS_OF
 from hicache_ray.testing.suite_base import page_names

@@ -14,7 +14,7 @@ from hicache_ray.cli import COMMANDS, app, run
 from hicache_ray.config import ConfigError, HiCacheConfig
 from hicache_ray.config.names import COPIES, IO_BACKENDS, MEM_LAYOUTS, REPLACED_LAYOUTS, STORAGE_BACKENDS, layouts_of
 from hicache_ray.config.option import Option, options_of, parse_bool, parse_size
-from hicache_ray.pools.layouts import LAYOUTS
+from hicache_ray.pools.layouts import ORDERS
 from hicache_ray.replay.settings import REPLAY_OPTIONS, ReplaySettings
 from hicache_ray.replay.sweep import parse_sweeps
 from hicache_ray.storage import registry
@@ -128,7 +128,7 @@ def test_an_option_is_swept_once_whatever_its_name() -> None:
 
 
 def test_names_are_those_of_their_owners() -> None:
-    assert set(MEM_LAYOUTS) == set(LAYOUTS)
+    assert set(MEM_LAYOUTS) == set(ORDERS)
     assert set(STORAGE_BACKENDS) <= set(registry.backend_names())
     assert {layout for layouts in COPIES.values() for layout in layouts} == set(MEM_LAYOUTS)
     for io_backend in IO_BACKENDS:

@@ -189,7 +189,7 @@ def test_capacity_edges_exactly_full_and_one_more() -> None:
 
 @pytest.mark.parametrize("pages", [0, 1, 5])
 def test_capacity_edges_of_the_allocator(pages: int) -> None:
-    allocator = PageAllocator(pages, 4)
+    allocator = PageAllocator(pages)
     held = allocator.alloc(pages)
     assert held is not None and len(held) == pages
     assert allocator.alloc(1) is None and allocator.free_pages == 0

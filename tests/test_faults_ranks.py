@@ -206,7 +206,7 @@ def test_host_or_device_slots_leak(event: Event, point: int, stored: str) -> Non
 
 def test_double_free_use_after_free() -> None:
     """The allocator takes nothing back twice, and nothing that is not its own."""
-    allocator = PageAllocator(8, 4)
+    allocator = PageAllocator(8)
     pages = allocator.alloc(4)
     assert pages is not None
     allocator.free(pages[:2])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.hashing import page_hashes
-from hicache_ray.radix.node import Pages
+from hicache_ray.pages import Pages
 from tests.index_kit import Kit, evict, evict_host
 
 

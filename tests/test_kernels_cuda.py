@@ -12,7 +12,7 @@ import torch
 from hicache_ray.kernels.table import copies_between
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
 from tests.kernels_matrix import CELLS, Cell, device_bytes, fill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -10,7 +10,7 @@ from hicache_ray.kernels.base import CopyRun, UnsupportedCopyError, runs_of
 from hicache_ray.kernels.table import check_copies, copies_between
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
 from tests.kernels_matrix import CELLS, device_bytes, fill
 
 SPEC = KVSpec.mha(layers=3, heads=2, head_dim=4)

@@ -10,7 +10,7 @@ import torch
 
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.layer_done import NO_LOAD, LayerDoneCounter, LayerLoadError, LayerTimeoutError
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
 
 DEADLINE = 20.0
 

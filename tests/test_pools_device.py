@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hicache_ray.pools.device import DevicePool
-from hicache_ray.pools.spec import DTYPES, KVSpec, parse_dtype
+from hicache_ray.pools.layouts import DTYPES, KVSpec, parse_dtype
 
 MHA = KVSpec.mha(layers=3, heads=2, head_dim=4)
 MLA = KVSpec.mla(layers=3, kv_lora_rank=6, qk_rope_head_dim=2)

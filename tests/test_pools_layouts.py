@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from hicache_ray.pages import pages_of, slots_of
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.layouts import LAYOUTS
-from hicache_ray.pools.slots import pages_of, slots_of
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import ORDERS, KVSpec
 
 MHA = KVSpec.mha(layers=3, heads=2, head_dim=4, dtype="fp32")
 MLA = KVSpec.mla(layers=3, kv_lora_rank=6, qk_rope_head_dim=2, dtype="fp16")
 PAGES, PAGE_SIZE = 9, 2
 SLOTS = [4, 5, 0, 1]
-CELLS = [(spec, layout) for spec in (MHA, MLA) for layout in LAYOUTS if (spec, layout) != (MLA, "page_head")]
+CELLS = [(spec, layout) for spec in (MHA, MLA) for layout in ORDERS if (spec, layout) != (MLA, "page_head")]
 
 
 def pool(spec: KVSpec, layout: str) -> HostPool:
@@ -180,7 +179,7 @@ def test_part_views_address_the_shaped_buffer(spec: KVSpec, layout: str) -> None
 
 
 def test_case_56_byte_order_tells_layouts_of_equal_size_apart() -> None:
-    orders = {layout: pool(MHA, layout).byte_order for layout in LAYOUTS}
+    orders = {layout: pool(MHA, layout).byte_order for layout in ORDERS}
     assert orders == {
         "layer_first": "layer.kv.token.head",
         "page_first": "kv.token.layer.head",
@@ -195,7 +194,7 @@ def test_case_56_byte_order_tells_layouts_of_equal_size_apart() -> None:
 @pytest.mark.parametrize("spec", [MHA, MLA])
 def test_case_56_equal_order_means_equal_bytes(spec: KVSpec) -> None:
     """Two pools that hold the same KV have the same page bytes exactly where their byte orders are equal."""
-    layouts = [layout for layout in LAYOUTS if (spec, layout) != (MLA, "page_head")]
+    layouts = [layout for layout in ORDERS if (spec, layout) != (MLA, "page_head")]
     values = np.random.default_rng(56).integers(0, 256, (2, spec.layers, PAGES, PAGE_SIZE, spec.heads, 64), np.uint8)
     pages = {}
     for layout in layouts:

@@ -12,9 +12,8 @@ import torch
 from hicache_ray.config.options import GIGABYTE as GB
 from hicache_ray.pools import memory
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.memory import PoolMemoryError, allocate, available_memory, check_fits
-from hicache_ray.pools.sizing import RESERVE_BYTES, host_pages
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
+from hicache_ray.pools.memory import RESERVE_BYTES, PoolMemoryError, allocate, available_memory, check_fits, host_pages
 
 PLENTY = 1 << 50
 

@@ -10,7 +10,7 @@ from hicache_ray.config import HiCacheConfig
 from hicache_ray.hashing import Namespace
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
 from hicache_ray.rank.build import prefetch_policy
 from hicache_ray.rank.step import Finish, Polled
 from tests.whole_cache import Lockstep, Shape, admit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hicache_ray.pages import NO_PAGES
 from hicache_ray.radix.eviction import (
     CandidateQueue,
     EvictionStrategy,
@@ -13,7 +14,7 @@ from hicache_ray.radix.eviction import (
     register_eviction_policy,
     segmented_lru,
 )
-from hicache_ray.radix.node import NO_PAGES, Node
+from hicache_ray.radix.node import Node
 from hicache_ray.radix.tree import is_device_candidate
 from tests.index_kit import Kit, evict, evict_host
 

@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "hicache_ray"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"radix", "hashing", "config", "deadline", "faultpoints", "threads"},
+    {"radix", "hashing", "config", "deadline", "faultpoints", "pages", "threads"},
     {"pools"},
     {"index"},
     {"kernels"},

@@ -18,9 +18,10 @@ import xxhash
 from hicache_ray.hashing import EMPTY_NAMESPACE, ModelIdentity, Namespace
 from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.kernels.table import copies_between
+from hicache_ray.pages import Bytes
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.group import GroupAnswer
 from hicache_ray.rank.l3 import Fetch, StorageIO
@@ -29,7 +30,7 @@ from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.prefetch import PrefetchPolicy
 from hicache_ray.rank.request import Forward, Request
 from hicache_ray.rank.step import Admit, StepRequest
-from hicache_ray.storage.base import Bytes, PageStorage, StorageConfig
+from hicache_ray.storage.base import PageStorage, StorageConfig
 from tests.manual import ManualLane, ManualWorker
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hicache_ray.pools.slots import Pages
+from hicache_ray.pages import Pages
 from hicache_ray.storage.base import PageContext, Storage, StorageStats
 from hicache_ray.storage.host_pages import HostPages
 

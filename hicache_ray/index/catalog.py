@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from hicache_ray.hashing import HASH_BYTES, Namespace, page_hashes
 from hicache_ray.index.tiered import TieredIndex
+from hicache_ray.pages import NO_PAGES, Pages
 from hicache_ray.radix.key import Key
-from hicache_ray.radix.node import NO_PAGES, Node, Pages
+from hicache_ray.radix.node import Node
 
 CATALOG_VERSION = 2
 Mask = npt.NDArray[np.bool_]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hicache_ray.index.transfers import Transfers, concatenated
 from hicache_ray.index.types import Events, IndexStats
+from hicache_ray.pages import Pages
 from hicache_ray.pools.allocator import PageAllocator
-from hicache_ray.radix.node import Node, Pages
+from hicache_ray.radix.node import Node
 from hicache_ray.radix.tree import RadixTree, is_device_candidate
 
 

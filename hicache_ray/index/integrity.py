@@ -8,9 +8,10 @@ import numpy as np
 
 from hicache_ray.hashing import page_hashes
 from hicache_ray.index.tiered import TieredIndex
+from hicache_ray.pages import Pages
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.integrity import check_tree
-from hicache_ray.radix.node import Node, Pages
+from hicache_ray.radix.node import Node
 
 
 def check_index(index: TieredIndex) -> None:

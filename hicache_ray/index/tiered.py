@@ -17,9 +17,10 @@ from hicache_ray.index.types import (
     LoadBack,
     Match,
 )
+from hicache_ray.pages import Pages
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.key import Key, page_bytes_of
-from hicache_ray.radix.node import Node, Pages
+from hicache_ray.radix.node import Node
 from hicache_ray.radix.tree import RadixTree
 
 _WRITE_THRESHOLDS = {"write_through": 1, "write_through_selective": 2, "write_back": 0}
@@ -54,8 +55,8 @@ class TieredIndex:
             options.eviction_policy,
             refresh_remainder=options.refresh_remainder,
         )
-        self.device = PageAllocator(options.device_pages, self.page_size)
-        self.host = PageAllocator(options.host_pages, self.page_size)
+        self.device = PageAllocator(options.device_pages)
+        self.host = PageAllocator(options.host_pages)
         self._tiered = options.host_pages > 0
         self.stats = stats or IndexStats()
         self.events = events or Events()

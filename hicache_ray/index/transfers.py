@@ -9,7 +9,8 @@ from typing import TypeVar
 import numpy as np
 
 from hicache_ray.index.types import Backup, Events, Load, Write
-from hicache_ray.radix.node import NO_PAGES, Node, Pages
+from hicache_ray.pages import NO_PAGES, Pages
+from hicache_ray.radix.node import Node
 from hicache_ray.radix.tree import RadixTree
 
 _Transfer = TypeVar("_Transfer", Write, Load, Backup)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from hicache_ray.pages import Pages
 from hicache_ray.radix.eviction import EvictionStrategy
 from hicache_ray.radix.key import Key
-from hicache_ray.radix.node import Node, Pages
+from hicache_ray.radix.node import Node
 
 
 @dataclass(frozen=True, kw_only=True)

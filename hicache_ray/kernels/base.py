@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hicache_ray.pages import Pages
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.radix.node import Pages
 
 
 class UnsupportedCopyError(ValueError):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 
 from hicache_ray.kernels.base import CopyPlan, PoolCopies, runs_of
-from hicache_ray.pools.layouts import Bytes
+from hicache_ray.pages import Bytes
+from hicache_ray.threads import HelperThreads
 
 SMALL_RUN = 8 << 10
 """Bytes of a run below which numpy's fancy indexing, which copies twice, beats one call per run."""
@@ -88,7 +89,7 @@ class NumpyCopies(PoolCopies):
 
 _lock = threading.Lock()
 _threads = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
-_executor: ThreadPoolExecutor | None = None
+_helpers: HelperThreads | None = None
 
 
 def get_copy_threads() -> int:
@@ -98,12 +99,13 @@ def get_copy_threads() -> int:
 
 def set_copy_threads(threads: int) -> None:
     """Sets the threads of later copies in this process; 1 copies in the caller's thread only."""
-    global _threads, _executor
+    global _threads, _helpers
     if threads < 1:
         raise ValueError(f"a copy needs at least 1 thread, not {threads}")
     with _lock:
-        # The old executor is not shut down: a copy that is using it finishes there, then its threads end by themselves.
-        _threads, _executor = threads, None
+        before, _threads, _helpers = _helpers, threads, None
+    if before is not None:
+        before.close()
 
 
 def share(work: Callable[[int, int], None], count: int, nbytes: int) -> None:
@@ -117,20 +119,12 @@ def share(work: Callable[[int, int], None], count: int, nbytes: int) -> None:
             work(0, count)
         return
     cuts = [count * number // shares for number in range(shares + 1)]
-    executor = _shared_executor()
-    others = [executor.submit(work, start, stop) for start, stop in zip(cuts[1:-1], cuts[2:], strict=True)]
-    try:
-        work(cuts[0], cuts[1])
-    finally:
-        errors = [other.exception() for other in others]
-    for error in errors:
-        if error is not None:
-            raise error
+    _helper_threads().map(lambda cut: work(*cut), list(pairwise(cuts)))
 
 
-def _shared_executor() -> ThreadPoolExecutor:
-    global _executor
+def _helper_threads() -> HelperThreads:
+    global _helpers
     with _lock:
-        if _executor is None:
-            _executor = ThreadPoolExecutor(max(1, _threads - 1), thread_name_prefix="l1-l2-copy")
-        return _executor
+        if _helpers is None:
+            _helpers = HelperThreads("l1-l2-copy", _threads - 1)
+        return _helpers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hicache_ray.radix.node import NO_PAGES, Pages
+from hicache_ray.pages import NO_PAGES, Pages
 
 _HELD = 0
 """Mark of a page that was handed out; every other mark means free."""
@@ -26,17 +26,15 @@ class PageAllocator:
 
     Args:
         pages: pages of the pool.
-        page_size: tokens a page.
 
     Attributes:
         total: pages of the pool.
         free_pages: pages that can be handed out now.
     """
 
-    def __init__(self, pages: int, page_size: int) -> None:
-        if pages < 0 or page_size < 1:
-            raise ValueError(f"a pool of {pages} pages of {page_size} tokens: give 0 or more pages of 1 or more tokens")
-        self.page_size = page_size
+    def __init__(self, pages: int) -> None:
+        if pages < 0:
+            raise ValueError(f"a pool of {pages} pages: give 0 or more")
         self.total = pages
         self.free_pages = pages
         self._ring: Pages = np.arange(pages, dtype=np.int64)
@@ -61,17 +59,6 @@ class PageAllocator:
         self.free_pages -= n
         self._marks[pages] = _HELD
         return pages
-
-    def alloc_tokens(self, tokens: int) -> Pages | None:
-        """As `alloc`, for a number of tokens.
-
-        Raises:
-            ValueError: the tokens fill no whole number of pages (case 57).
-        """
-        pages, rest = divmod(tokens, self.page_size)
-        if rest:
-            raise ValueError(f"{tokens} tokens are no whole number of pages of {self.page_size} tokens")
-        return self.alloc(pages)
 
     def free(self, pages: Pages) -> None:
         """Takes pages back. They are handed out again after all pages that are free already.

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache_ray.pages import Pages, slots_of
 from hicache_ray.pools.layer_done import LayerDoneCounter
+from hicache_ray.pools.layouts import KVSpec, Part
 from hicache_ray.pools.memory import allocate, check_fits
-from hicache_ray.pools.slots import Pages, slots_of
-from hicache_ray.pools.spec import KVSpec, Part
 
 POISON = 0xFF
 """Byte that `poison` writes: NaN in every floating dtype, -1 in int8."""

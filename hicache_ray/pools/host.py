@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache_ray.pools.layouts import Bytes, HostLayout
+from hicache_ray.pages import Bytes, pages_of
+from hicache_ray.pools.layouts import HostLayout, KVSpec
 from hicache_ray.pools.memory import allocate, check_fits, pin_buffer
-from hicache_ray.pools.slots import pages_of
-from hicache_ray.pools.spec import KVSpec
 
 
 class HostPool:

@@ -1,4 +1,4 @@
-"""Memory for pools: how much there is, large buffers that are touched once, and pinning for CUDA."""
+"""Memory for pools: how much there is and how much L2 gets, large buffers touched once, and pinning for CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache_ray.config.options import GIGABYTE
+
 logger = logging.getLogger("hicache_ray.pools.memory")
+
+RESERVE_BYTES = 10 * GIGABYTE
+"""Host memory left to everything else unless configured otherwise."""
 
 HUGE_PAGE = 2 << 20
 _TOUCH_CHUNK = 256 << 20
@@ -83,6 +88,31 @@ def check_fits(nbytes: int, *, reserve: int = 0, what: str = "pool", available: 
             f"the {what} needs {nbytes / 1e9:.2f} GB and {reserve / 1e9:.2f} GB are kept in reserve, but only "
             f"{free / 1e9:.2f} GB of memory are available; make it smaller or lower the reserve"
         )
+
+
+def host_pages(
+    *,
+    device_tokens: int,
+    page_size: int,
+    token_bytes: int,
+    ratio: float = 2.0,
+    size_gb: float = 0.0,
+    reserve: int = RESERVE_BYTES,
+    available: int | None = None,
+) -> int:
+    """Pages of the host pool: `size_gb` (GB of 1e9 bytes) when it is above 0, else `ratio` x the device's tokens.
+
+    One page more than the whole pages of that size, as case 58 has it. Raises PoolMemoryError (a ValueError) with the
+    numbers when the pool and `reserve` bytes do not fit `available` (default: what the machine and its cgroups leave).
+    L2 may be smaller than L1.
+    """
+    if size_gb < 0 or (size_gb == 0 and ratio <= 0):
+        raise ValueError(f"host size {size_gb} GB and ratio {ratio}: one of them must be above 0")
+    tokens = int(size_gb * GIGABYTE // token_bytes) if size_gb > 0 else int(device_tokens * ratio)
+    pages = tokens // page_size + 1
+    what = f"host pool of {pages * page_size} tokens x {token_bytes} bytes"
+    check_fits(pages * page_size * token_bytes, reserve=reserve, what=what, available=available)
+    return pages
 
 
 def allocate(nbytes: int) -> npt.NDArray[np.uint8]:

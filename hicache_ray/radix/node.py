@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
-
-Pages = npt.NDArray[np.int64]
-"""Page numbers of one tier, shape [pages]."""
-
-NO_PAGES: Pages = np.empty(0, dtype=np.int64)
-NO_PAGES.setflags(write=False)
+from hicache_ray.pages import Pages
 
 
 class Node:

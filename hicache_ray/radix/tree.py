@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hicache_ray.pages import NO_PAGES, Pages
 from hicache_ray.radix.digest import MASK, Digest, clock_digest
 from hicache_ray.radix.eviction import CandidateQueue, EvictionStrategy, eviction_policy
 from hicache_ray.radix.key import Key
-from hicache_ray.radix.node import NO_PAGES, Node, Pages
+from hicache_ray.radix.node import Node
 
 
 class LockError(ValueError):

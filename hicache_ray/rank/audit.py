@@ -14,8 +14,8 @@ import numpy as np
 
 from hicache_ray.index import TieredIndex
 from hicache_ray.index.integrity import check_index
+from hicache_ray.pages import NO_PAGES, Pages
 from hicache_ray.pools.allocator import PageAllocator
-from hicache_ray.radix.node import NO_PAGES, Pages
 
 if TYPE_CHECKING:
     from hicache_ray.radix.node import Node

@@ -13,8 +13,8 @@ from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.kernels.table import copies_between
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
-from hicache_ray.pools.sizing import host_pages
-from hicache_ray.pools.spec import KVSpec
+from hicache_ray.pools.layouts import KVSpec
+from hicache_ray.pools.memory import host_pages
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.prefetch import PrefetchPolicy

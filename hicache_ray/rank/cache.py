@@ -19,11 +19,12 @@ from hicache_ray import faultpoints
 from hicache_ray.config import prefetch_timeout_per_page
 from hicache_ray.index import Match, TieredIndex
 from hicache_ray.index.integrity import check_index
+from hicache_ray.pages import NO_PAGES
 from hicache_ray.radix.key import Key
 from hicache_ray.rank.audit import PoolLedger, audit
 from hicache_ray.rank.control import carry_out
 from hicache_ray.rank.mover import NO_LOAD, Mover
-from hicache_ray.rank.prefetch import NO_PAGES, Prefetcher, PrefetchPolicy
+from hicache_ray.rank.prefetch import Prefetcher, PrefetchPolicy
 from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.request import Forward, Request, check_step
 from hicache_ray.rank.step import (

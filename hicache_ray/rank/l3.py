@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hicache_ray.index import Backup
-from hicache_ray.pools.slots import Pages
+from hicache_ray.pages import Pages
 from hicache_ray.rank.lanes import Worker
 from hicache_ray.storage.base import PageContext, Storage
 from hicache_ray.storage.guard import GuardedStorage

@@ -28,8 +28,6 @@ from hicache_ray.rank.l3 import Fetch
 from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.progress import PrefetchProgress
 
-NO_PAGES = np.empty(0, dtype=np.int64)
-
 
 class Stage(enum.Enum):
     """Where a prefetch is, agreed by all ranks."""

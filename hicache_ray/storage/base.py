@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hicache_ray.hashing import ModelIdentity, storage_key
-from hicache_ray.pools.slots import Pages
-from hicache_ray.storage.host_pages import Bytes, HostPages
+from hicache_ray.pages import Bytes, Pages
+from hicache_ray.storage.host_pages import HostPages
 
 
 @dataclass(frozen=True)

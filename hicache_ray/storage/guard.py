@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ray import faultpoints
-from hicache_ray.pools.slots import Pages
+from hicache_ray.pages import Pages
 from hicache_ray.storage.base import PageContext, Storage, StorageStats
 from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.host_pages import HostPages

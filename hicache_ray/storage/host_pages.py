@@ -9,9 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hicache_ray.pools.slots import Pages
-
-Bytes = npt.NDArray[np.uint8]
+from hicache_ray.pages import Bytes, Pages
 
 CHECKSUM_BYTES = 8
 

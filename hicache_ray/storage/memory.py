@@ -12,8 +12,8 @@ from collections import OrderedDict
 
 import numpy as np
 
+from hicache_ray.pages import Bytes
 from hicache_ray.storage.base import PageStorage, StorageConfig
-from hicache_ray.storage.host_pages import Bytes
 from hicache_ray.storage.registry import register_backend
 
 BACKEND = "memory"

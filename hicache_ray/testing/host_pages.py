@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hicache_ray.pools.slots import Pages
-from hicache_ray.storage.host_pages import Bytes
+from hicache_ray.pages import Bytes, Pages
 
 LAYOUTS_OF = {
     "mha": ("layer_first", "page_first", "page_first_direct", "page_head"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ray.pools.slots import Pages
+from hicache_ray.pages import Pages
 from hicache_ray.storage.base import Storage, StorageStats
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
 from hicache_ray.testing.subject import StorageSubject, Unsupported

@@ -19,7 +19,7 @@ import numpy as np
 
 from hicache_ray import faultpoints
 from hicache_ray.hashing import sglang_file_key
-from hicache_ray.pools.slots import Pages
+from hicache_ray.pages import Pages
 from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
 from hicache_ray.storage.file.format import PageFile, PageRead, file_bytes, read_page_file, write_page_file
 from hicache_ray.storage.file.space import FileSpace, SpaceLimits

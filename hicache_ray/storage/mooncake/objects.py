@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hicache_ray.hashing import ModelIdentity, sglang_mooncake_keys, storage_key
-from hicache_ray.pools.slots import Pages
+from hicache_ray.pages import Pages
 from hicache_ray.storage.host_pages import (
     CHECKSUM_BYTES,
     HostPages,

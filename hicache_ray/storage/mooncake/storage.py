@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hicache_ray.pools.slots import Pages
+from hicache_ray.pages import Pages
 from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
 from hicache_ray.storage.host_pages import HostPages, memory_span
 from hicache_ray.storage.mooncake.client import MooncakeConnection, StoreAway

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.deadline import Deadline
-from hicache_ray.storage.base import Bytes, StorageCounters
+from hicache_ray.pages import Bytes
+from hicache_ray.storage.base import StorageCounters
 from hicache_ray.storage.pool.channel import ChannelError, Pending
 from hicache_ray.storage.pool.member import ActorAnswer, Member
 from hicache_ray.storage.pool.membership import PAGE_HASH_BYTES, Membership

@@ -12,7 +12,8 @@ import numpy as np
 
 from hicache_ray import faultpoints
 from hicache_ray.deadline import Deadline
-from hicache_ray.storage.base import Bytes, StorageCounters
+from hicache_ray.pages import Bytes
+from hicache_ray.storage.base import StorageCounters
 from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.channel import Channel, ChannelError, ChannelLost, ChannelTimeout, Pending
 from hicache_ray.storage.pool.near import NearChannel, fits

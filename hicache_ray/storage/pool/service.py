@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hicache_ray import faultpoints
-from hicache_ray.storage.base import Bytes
+from hicache_ray.pages import Bytes
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.wire import FAILED, OK, STALE, Commit, KeyCall, Offer, Release, Reply
 from hicache_ray.storage.shard.grants import GRANTED, Flags, Grants

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from hicache_ray.deadline import Deadline
-from hicache_ray.pools.slots import Pages
-from hicache_ray.storage.base import Bytes, PageContext, Storage, StorageConfig, leading
+from hicache_ray.pages import Bytes, Pages
+from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
 from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.channel import ChannelError
 from hicache_ray.storage.pool.client import PoolClient

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hicache_ray import faultpoints
 from hicache_ray.deadline import Deadline
-from hicache_ray.storage.base import Bytes
+from hicache_ray.pages import Bytes
 from hicache_ray.storage.pool.channel import Pending
 from hicache_ray.storage.pool.member import ActorAnswer, Member
 from hicache_ray.storage.pool.wire import Commit, Release, Reply

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_ray.pools.slots import pages_of
+from hicache_ray.pages import pages_of
 from hicache_ray.storage.base import PageContext, StorageConfig
 from hicache_ray.storage.host_pages import HostPages, memory_span, page_addresses
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hicache_ray.pools.slots import Pages, slots_of
+from hicache_ray.pages import Bytes, Pages, slots_of
 from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
-from hicache_ray.storage.host_pages import CHECKSUM_BYTES, Bytes, HostPages, page_checksum, page_runs
+from hicache_ray.storage.host_pages import CHECKSUM_BYTES, HostPages, page_checksum, page_runs
 from hicache_ray.storage.options import KEY_STYLES, read_bool, read_choice
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.storage.sglang.contract import SGLangExtraInfo, SGLangHostPool, SGLangStorageConfig

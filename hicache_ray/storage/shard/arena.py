@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ray.storage.base import Bytes
+from hicache_ray.pages import Bytes
 from hicache_ray.storage.shard.files import lock_file, new_locked_file, remove_if_unlocked
 from hicache_ray.storage.shard.layout import (
     ARENA_MAGIC,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hicache_ray.storage.base import Bytes
+from hicache_ray.pages import Bytes
 
 ARENA_MAGIC = b"HICARENA"
 ARENA_VERSION = 1

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from hicache_ray.storage.base import Bytes
+from hicache_ray.pages import Bytes
 
 COPY_CHUNK_BYTES = 256 << 10
 """Bytes copied before they are hashed: a part of a processor's second-level cache."""

@@ -1,4 +1,4 @@
-"""Token slots and page numbers: page p covers the slots [p * page_size, (p + 1) * page_size)."""
+"""Arrays of page numbers and of page bytes; page p covers the token slots [p * page_size, (p + 1) * page_size)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 Pages = npt.NDArray[np.int64]
+"""Page numbers of one tier, shape [pages]."""
+
+NO_PAGES: Pages = np.empty(0, dtype=np.int64)
+NO_PAGES.setflags(write=False)
+
+Bytes = npt.NDArray[np.uint8]
+"""Bytes of pages or of a whole pool."""
 
 
-def slots_of(pages: npt.ArrayLike, page_size: int) -> Pages:
+def slots_of(pages: npt.ArrayLike, page_size: int) -> npt.NDArray[np.int64]:
     """Token slots of pages, in page order: [n] -> [n * page_size]."""
     numbers = np.asarray(pages, dtype=np.int64)
     return np.ascontiguousarray((numbers[:, None] * page_size + np.arange(page_size)).reshape(-1))
