@@ -7,7 +7,7 @@ chain, so nothing stored under one adapter, salt or tenant is ever found under a
 Storage keys: which model, shard and byte order a stored page belongs to.
 
 A page hash names tokens; a storage key names bytes. Two things that differ in any field of `ModelIdentity` never share
-a storage key (case 6 and the ruling on 6, 8, 9, 10).
+a storage key (cases 6, 8, 9, 10).
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def sglang_file_key(page_hash_hex: str, identity: ModelIdentity) -> str:
 def sglang_mooncake_keys(page_hash_hexes: Sequence[str], identity: ModelIdentity, *, tag: str = "") -> list[str]:
     """SGLang's Mooncake keys (case 10): K then V of each page for MHA, one key a page for MLA.
 
-    An MLA page without pipeline stages is `{hash}_k`, by the ruling; with stages `{hash}_{pp_rank}_k`.
+    An MLA page without pipeline stages is `{hash}_k`; with stages `{hash}_{pp_rank}_k`.
     """
     staged = identity.pp_size > 1
     prefix = f"{tag}_" if tag else ""

@@ -61,7 +61,7 @@ def test_the_page_free_the_longest_is_used_first() -> None:
     ],
 )
 def test_a_page_that_is_not_held_cannot_be_freed(pages: list[int], message: str) -> None:
-    """Case 57, ruling: a double or a foreign free raises, and no page of the call was taken back."""
+    """Case 57: a double or a foreign free raises, and no page of the call was taken back."""
     allocator = PageAllocator(8)
     held = allocator.alloc(6)
     assert held is not None

@@ -1,4 +1,4 @@
-"""The arena file: layout, locking, what survives a crash (DESIGN 6; FAILURES: torn or orphaned files)."""
+"""The arena file: layout, locking, what survives a crash (docs/design.md 6)."""
 
 from __future__ import annotations
 

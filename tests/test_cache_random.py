@@ -183,7 +183,7 @@ def play(seed: int) -> Driver:
 
 @pytest.mark.parametrize("block", range(4))
 def test_random_runs_balance_agree_and_return_right_bytes(block: int) -> None:
-    """CASES 24, 25, 49 to 52; D1 to D3, D7, D8: no lost slot, no wrong page, equal replicas, one reduction a step."""
+    """cases 24, 25, 49 to 52; D1 to D3, D7, D8: no lost slot, no wrong page, equal replicas, one reduction a step."""
     sources: Counter[str] = Counter()
     states: Counter[str] = Counter()
     for seed in range(block, SEQUENCES, 4):

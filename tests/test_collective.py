@@ -1,6 +1,6 @@
 """The reduction of a step over real Ray actors: right, bounded when a rank fails, and joined again after that.
 
-FAILURES B, "ranks desynchronise and hang"; DESIGN 4 and 7.
+"Ranks desynchronise and hang" in docs/reliability.md; docs/design.md 4 and 7.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adjustments and refusals: cases 59, 60 and 61 with their rulings."""
+"""Adjustments and refusals: cases 59, 60 and 61."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_leading_blocks_are_counted_per_tier() -> None:
 
 @pytest.mark.parametrize("block", range(4))
 def test_the_replayed_log_of_random_runs_equals_the_tree_after_every_step(block: int) -> None:
-    """CASES 62, 63 under aborts, requeues, flushes, attaches, detaches and faults of the store; and every audit on the
+    """cases 62, 63 under aborts, requeues, flushes, attaches, detaches and faults of the store; and every audit on the
     way is clean."""
     kinds: set[tuple[str, str | None, str]] = set()
     for seed in range(block, SEQUENCES, 4):

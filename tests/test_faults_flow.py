@@ -1,4 +1,6 @@
-"""FAILURES B, flow: loops that die, prefetches that hang, capacity edges, events that drift, loads that do not pay."""
+"""Kinds of failure of docs/reliability.md: loops that die, prefetches that hang, capacity edges, events that drift, and
+loads that do not pay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FAILURES B, ranks and slots: desynchronised ranks, leaks, double frees, transfer races, growing memory.
+"""Kinds of failure of docs/reliability.md: desynchronised ranks, leaks, double frees, transfer races, growing memory.
 
 Ranks in lockstep whose transfers move only when the test says so: every interleaving is played, and played again.
 """

@@ -1,4 +1,6 @@
-"""FAILURES B, the store: unreachable prefixes, narrow keys, lookups that lie, broken backends, lost owners, files."""
+"""Kinds of failure of docs/reliability.md: unreachable prefixes, narrow keys, lookups that lie, broken backends, lost
+owners, files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service with real actors: steps, tiers, a second driver (DESIGN 4), on one Ray cluster."""
+"""A service with real actors: steps, tiers, a second driver (docs/design.md 4), on one Ray cluster."""
 
 from __future__ import annotations
 

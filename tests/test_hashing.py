@@ -231,7 +231,7 @@ for page in page_hashes([1, 2, 3, 4], 2, namespace=Namespace("loraA", "saltB", "
 
 
 def test_three_interpreters_give_the_same_keys_and_import_neither_torch_nor_ray():
-    """FAILURES B, "keys differ between processes"."""
+    """ "Keys differ between processes" in docs/reliability.md."""
     outputs = [
         subprocess.run(
             [sys.executable, "-c", PRINT_KEYS],

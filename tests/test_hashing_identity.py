@@ -129,7 +129,7 @@ def test_an_impossible_identity_is_refused(fields, text):
 
 
 def test_case_13_groups_of_different_sizes_do_not_share_pages_yet():
-    """Case 13 and ruling: sharing between TP sizes is wanted, not in this version: keys differ, for fp8 too."""
+    """Case 13: sharing between TP sizes is wanted, not in this version: keys differ, for fp8 too."""
     two = [dataclasses.replace(MHA, tp_rank=rank, tp_size=2).digest for rank in range(2)]
     four = [dataclasses.replace(MHA, tp_rank=rank, tp_size=4).digest for rank in range(4)]
     fp8 = dataclasses.replace(MHA, kv_dtype="float8_e4m3fn").digest

@@ -93,7 +93,7 @@ def test_a_protected_anchor_stays_through_splits_and_evictions() -> None:
 
 
 def test_room_for_a_prefetch_costs_only_the_shortfall() -> None:
-    """Cases 41, 42, 45, ruling. Two pages short: one node of two pages goes, not as many as are asked for."""
+    """Cases 41, 42, 45. Two pages short: one node of two pages goes, not as many as are asked for."""
     kit = Kit(device=8, host=8)
     for token in range(4):
         kit.put(token, token)

@@ -24,7 +24,7 @@ def pages(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-def test_table_holds_the_articles_cells() -> None:
+def test_the_table_holds_every_cell_that_is_promised() -> None:
     cells = set(CELLS)
     kernel, direct = ("layer_first", "page_first", "page_head"), ("layer_first", "page_first_direct")
     for attention in ("mha", "mla"):

@@ -1,4 +1,4 @@
-"""A service over three nodes of which some die (DESIGN 7): storage spread over them, a group on one of them.
+"""A service over three nodes of which some die (docs/design.md 7): storage spread over them, a group on one of them.
 
 The nodes are raylets on this machine; pages travel through Ray's object store, as between machines.
 """

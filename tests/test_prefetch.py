@@ -1,4 +1,4 @@
-"""Prefetches, L3 to L2, on ranks in lockstep with a clock and a store that the test drives (CASES 41 to 53)."""
+"""Prefetches, L3 to L2, on ranks in lockstep with a clock and a store that the test drives (cases 41 to 53)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def at_rest(group: Lockstep) -> bool:
 
 
 def test_case_41_hits_are_reserved_read_attached_and_the_anchor_is_released() -> None:
-    """Case 41 with its ruling: slots are taken after the hit is known, for the hit only."""
+    """Case 41: slots are taken after the hit is known, for the hit only."""
     group = stored()
     total = free(group)[0]
     assert group.step(admits=[admit("r", [*PROMPT, 7, 8, 9])]).admitted[0].prefetch == "started"
@@ -111,7 +111,7 @@ def test_case_44_a_hole_ends_the_prefix() -> None:
 
 
 def test_case_45_prefetches_hold_at_most_their_share_of_l2() -> None:
-    """Case 45: cap = int(0.8 * (129 - 64)) = 52 tokens; L2 not larger than L1: half of L2 (ruling)."""
+    """Case 45: cap = int(0.8 * (129 - 64)) = 52 tokens; L2 not larger than L1: half of L2."""
     spec, config = KVSpec.mha(1, 1, 2), HiCacheConfig()
     device = DevicePool(spec, 64, 1)
     assert prefetch_policy(config, device, HostPool(spec, 129, 1, "layer_first")).capacity_pages == 52
@@ -136,7 +136,7 @@ def test_case_46_the_limit_grows_with_the_hit_pages(page_size: int, per_page: fl
 
 
 def test_case_46_a_slow_query_is_released_at_the_base_and_the_clock_starts_at_the_issue() -> None:
-    """Case 46 and ruling: before the query returns the limit is the base."""
+    """Case 46: before the query returns the limit is the base."""
     group = stored(prefetch_policy="timeout")
     group.step(admits=[admit("r", PROMPT)])
     group.clock.now = 0.99
@@ -181,7 +181,7 @@ def test_case_48_wait_complete_is_not_done_before_anything_is_known() -> None:
 
 
 def test_case_48_wait_complete_ends_too_when_the_store_never_answers() -> None:
-    """No wait is without a deadline (FAILURES B, "prefetch stuck, late, useless")."""
+    """No wait is without a deadline ("prefetch stuck, late, useless" in docs/reliability.md)."""
     group = stored()
     group.step(admits=[admit("r", PROMPT)])
     group.clock.now = 60.0

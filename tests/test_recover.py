@@ -1,4 +1,4 @@
-"""A lost rank comes back into its group: the tree from a survivor, the pages from L3 or a peer (DESIGN 7)."""
+"""A lost rank comes back into its group: the tree from a survivor, the pages from L3 or a peer (docs/design.md 7)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def serve(group: Lockstep, rid: str, tokens: list[int]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 def test_pages_in_l3_come_back_and_are_hits_again(attention: str) -> None:
-    """DESIGN 7: MLA pages come from a survivor, MHA pages from L3."""
+    """docs/design.md 7: MLA pages come from a survivor, MHA pages from L3."""
     shape = Shape(attention=attention, prefetch_policy="wait_complete", device_pages=60, host_pages=100)
     group = Lockstep(shape)
     prompts = [[n] * 4 + list(range(20)) for n in range(5)]

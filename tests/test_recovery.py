@@ -1,4 +1,4 @@
-"""Killed, hung and lost ranks: the group is rebuilt, requests end, nothing wrong is served (DESIGN 7, FAILURES B)."""
+"""Killed, hung and lost ranks: the group is rebuilt, requests end, nothing wrong is served (docs/design.md 7)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LAYERS = [
     {"cli", "commands"},
     {"testing"},
 ]
-"""Layers of the package, lowest first: a module imports from its own layer and from lower ones only (DESIGN 2)."""
+"""Layers of the package, lowest first: a module imports from its own layer and lower ones (docs/design.md 2)."""
 
 RAY_FREE_EXCEPT = {"actors", "service", "cli", "commands", "replay", "faults", "testing", "metrics"}
 

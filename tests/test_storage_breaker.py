@@ -1,4 +1,4 @@
-"""The circuit breaker on a clock that stands still (DESIGN 7: a call, then a short refusal, then a probe)."""
+"""The circuit breaker on a clock that stands still (docs/design.md 7: a call, then a short refusal, then a probe)."""
 
 from __future__ import annotations
 

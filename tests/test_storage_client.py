@@ -1,4 +1,4 @@
-"""The pool's client without Ray: placement, transports, prefix rule, replicas, faults (DESIGN 6 and 7; FAILURES B)."""
+"""The pool's client without Ray: placement, transports, prefix rule, replicas, faults (docs/design.md 6 and 7)."""
 
 from __future__ import annotations
 

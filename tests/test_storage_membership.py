@@ -1,4 +1,4 @@
-"""Who holds which page, and the messages that say so (DESIGN 6)."""
+"""Who holds which page, and the messages that say so (docs/design.md 6)."""
 
 from __future__ import annotations
 

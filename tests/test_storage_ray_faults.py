@@ -1,4 +1,4 @@
-"""What kills a storage pool's parts on a real Ray cluster (DESIGN 7; FAILURES: directory or owner lost, backend hangs).
+"""What kills a storage pool's parts on a real Ray cluster (docs/design.md 7).
 
 Whatever breaks, the answer is a miss, within the deadline, and what was stored is served again afterwards.
 """

@@ -1,4 +1,4 @@
-"""A storage pool over two nodes, one of which dies (DESIGN 6 and 7: its share is gone, or nothing with replicas)."""
+"""A storage pool over two nodes, one of which dies (docs/design.md 7): its share is gone, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of a real storage pool move when members join, leave, or lose them (DESIGN 6 and 7)."""
+"""Pages of a real storage pool move when members join, leave, or lose them (docs/design.md 6 and 7)."""
 
 from __future__ import annotations
 

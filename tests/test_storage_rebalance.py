@@ -1,4 +1,4 @@
-"""Members of a storage pool join, leave and get lost; pages go where they belong, and reading goes on (FAILURES B)."""
+"""Members of a storage pool join, leave and get lost; pages follow, and reading goes on (docs/design.md 6)."""
 
 from __future__ import annotations
 

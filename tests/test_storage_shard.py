@@ -1,4 +1,4 @@
-"""A storage actor's shard without Ray: reservations, leases, eviction, quotas, TTL, damage, restart (DESIGN 6)."""
+"""A shard without Ray: reservations, leases, eviction, quotas, TTL, damage, restart (docs/design.md 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background threads: jobs in order, no exception ends one (FAILURES B, "background thread or loop dies silently")."""
+"""Background threads: jobs in order, no exception ends one (docs/design.md 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one reduction of a step: MIN of an int64 vector over the ranks of a group, with a deadline (DESIGN 4).
+"""The one reduction of a step: MIN of an int64 vector over the ranks of a group, with a deadline (docs/design.md 4).
 
 A group is a Ray collective group named `{group}:{generation}`. A generation never comes back: after a failure the
 survivors and the new rank join the next one.

@@ -346,7 +346,7 @@ def register() -> None:
 
 
 def _with(options: Any, **values: Any) -> Any:
-    """The options with attributes set: always an object of our own, since Ray writes on the class (RAY.md 1.2, T1)."""
+    """The options with attributes set: always an object of our own, since Ray writes on the class."""
     for name, value in values.items():
         setattr(options, name, value)
     return options

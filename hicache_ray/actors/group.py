@@ -1,4 +1,4 @@
-"""TPGroup: a group whose ranks are Ray actors. How it is started, found, called, and rebuilt (DESIGN 4)."""
+"""TPGroup: a group whose ranks are Ray actors. How it is started, found, called, and rebuilt (docs/design.md 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A storage actor: one member of the L3 pool, a shard on an arena in shared memory (DESIGN 6).
+"""A storage actor: one member of the L3 pool, a shard on an arena in shared memory (docs/design.md 6).
 
 An actor that dies is started again by Ray, on its old node where that lives, and serves what its arena holds.
 """

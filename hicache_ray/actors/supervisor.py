@@ -1,4 +1,4 @@
-"""The supervisor of a service: notices ranks that died, hang or came back empty, and rebuilds their groups (DESIGN 7).
+"""The supervisor of a service: notices ranks that died, hang or lost all, and rebuilds their groups (docs/design.md 7).
 Storage actors that hang are ended, so that Ray starts them again.
 
 It keeps nothing of its own: groups and generations are in the directory, so its own death is harmless. Ray restarts it

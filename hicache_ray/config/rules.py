@@ -1,6 +1,6 @@
 """How options are reconciled with each other and with the machine: adjustments, then refusals.
 
-The adjustments are those of SGLang 0.5.9 (cases 59 and 60 with their ruling).
+The adjustments are those of SGLang 0.5.9 (cases 59 and 60).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A backend that fails on demand, in every way in which stores were seen to fail (FAILURES, part B).
+"""A backend that fails on demand, in every way in which stores were seen to fail.
 
 It wraps another backend. `GuardedStorage(FaultyStorage(backend))` must answer every fault but `FLIPPED_BYTE` with a
 miss; a flipped byte above a backend's own checks is for tests of what stands above the backends.

@@ -1,4 +1,4 @@
-"""TieredIndex: what a rank knows of L1 and L2, and which transfers follow from it. It moves no bytes (DESIGN 3)."""
+"""TieredIndex: what a rank knows of L1 and L2, and what to move next; it moves no bytes (docs/design.md 3)."""
 
 from __future__ import annotations
 

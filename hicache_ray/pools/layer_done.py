@@ -1,4 +1,4 @@
-"""Which layers of a load have arrived: a reader of layer N waits for layer N only (DESIGN 5)."""
+"""Which layers of a load have arrived: a reader of layer N waits for layer N only (docs/design.md 5)."""
 
 from __future__ import annotations
 

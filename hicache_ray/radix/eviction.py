@@ -1,6 +1,6 @@
 """Eviction strategies: in which order candidates go. The smallest key goes first, then the smallest `seq` (case 32).
 
-The eviction candidates of one tier, in the order of a strategy, updated as nodes change (DESIGN 3).
+The eviction candidates of one tier, in the order of a strategy, updated as nodes change (docs/design.md 3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The radix tree over the pages of L1 and L2: structure, locks, eviction candidates. Metadata only (DESIGN 3).
+"""The radix tree over the pages of L1 and L2: structure, locks, eviction candidates. Metadata only (docs/design.md 3).
 
 A deterministic state machine: order and recency come from a logical clock, ties from a unique sequence number, so the
 same calls give the same tree on every rank. It never frees or copies; it returns what its caller has to free.

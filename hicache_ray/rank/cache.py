@@ -1,4 +1,4 @@
-"""HiRadixCache: one rank of the hierarchical cache, without Ray (DESIGN 1 to 5).
+"""HiRadixCache: one rank of the hierarchical cache, without Ray (docs/design.md 1 to 5).
 
 An engine embeds it in its worker process and calls `step` once per scheduling iteration with a reducer over its
 ranks; a Ray service runs the same class in an actor. Control (`TieredIndex`, metadata) and data (`Mover`,

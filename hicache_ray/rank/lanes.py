@@ -1,6 +1,6 @@
-"""L1 <-> L2 copies off the serving thread: each way a stream on CUDA, a worker thread on the CPU (DESIGN 5).
+"""L1 <-> L2 copies off the serving thread: each way a stream on CUDA, a worker thread on the CPU (docs/design.md 5).
 
-The background thread every transfer runs on: jobs in order, and it never dies (DESIGN 5).
+The background thread every transfer runs on: jobs in order, and it never dies (docs/design.md 5).
 """
 
 from __future__ import annotations

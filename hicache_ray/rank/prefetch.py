@@ -1,11 +1,11 @@
-"""One prefetch, L3 to L2: its life, and when a waiting request may stop waiting for it (CASES 41 to 51).
+"""One prefetch, L3 to L2: its life, and when a waiting request may stop waiting for it (cases 41 to 51).
 
     queried?  --agreed hits >= threshold-->  reading  --all read, or ended by policy-->  attached
         `-- fewer: revoked                        (pages not yet read stay owned until the read has really ended)
 
 The control half moves on agreed numbers only; the IO threads write the few fields marked as theirs.
 
-Prefetches in flight on one rank: begun at admission, moved on by agreed progress, ended once (article 3.6, 3.7).
+Prefetches in flight on one rank: begun at admission, moved on by agreed progress, ended once (cases 41 to 53).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PrefetchPolicy:
         return pages > 0 and pages * self.page_size >= self.threshold
 
     def can_terminate(self, prefetch: Prefetch) -> bool:
-        """This rank's view of whether the request may go on now, with what has been read (3.6 of the article)."""
+        """This rank's view of whether the request may go on now, with what has been read (cases 46 to 48)."""
         if prefetch.stage is Stage.READING and prefetch.read_ended:
             return True
         waited = self.clock() - prefetch.issued_at

@@ -1,4 +1,4 @@
-"""The one int64 vector a step reduces with MIN: local progress in, what all ranks have reached out (DESIGN 4).
+"""The one int64 vector a step reduces with MIN: local progress in, what all ranks have reached out (docs/design.md 4).
 
 Layout: a header that proves the ranks are at the same point (each value x beside -x: MIN of both shows any
 difference), cumulative counters of finished transfers, and five numbers for each prefetch in flight. Counts are

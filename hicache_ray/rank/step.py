@@ -1,6 +1,6 @@
 """What crosses between a group and its ranks in one step: one request, one answer, both msgpack, both versioned.
 
-The same request bytes go to every rank in the same order, so replicas that decode them do the same work (DESIGN 4).
+The same request bytes go to every rank in the same order, so replicas do the same work (docs/design.md 4).
 The types below are the format: rows are arrays of their fields in order, tokens are little-endian uint32 bytes. Nothing
 here is pickled: bytes from outside are parsed, bounded and checked, and what does not fit raises ProtocolError naming
 the field.

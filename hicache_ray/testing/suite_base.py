@@ -34,7 +34,7 @@ SEPARATE = {
     "dp_rank": 1,
     "layer_end": 8,
 }
-"""Changes of a model identity; each must lead to other pages (D9 and "key too narrow" of FAILURES)."""
+"""Changes of a model identity; each must lead to other pages (D9)."""
 
 
 def identity_of(shape: PageShape, **changes: Any) -> ModelIdentity:

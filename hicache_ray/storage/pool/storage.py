@@ -1,4 +1,7 @@
-"""The "ray" backend: a rank's client of a pool of storage actors (DESIGN 6). Ray is imported when a backend is made."""
+"""The "ray" backend: a rank's client of a pool of storage actors (docs/design.md 6).
+
+Ray is imported when a backend is made.
+"""
 
 from __future__ import annotations
 
