@@ -1,15 +1,14 @@
 """What a replay found, under names that stay: the JSON of `hicache-ray replay --json` is `ReplayReport.as_dict()`.
 
-Every number was measured during the run. What a mode does not have (bytes, without memory) is empty, not zero.
-
-A replay's report as tables for people, and as one sentence a tier.
+Every number was measured during the run. A number that a mode does not have (bytes, without memory) is empty, not zero.
+Below the report: the same as tables for people, and as one sentence a tier.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +50,11 @@ class TokenCounts:
     tokens_l2: int = 0
     tokens_l3: int = 0
     tokens_computed: int = 0
+
+    @property
+    def by_tier(self) -> tuple[int, int, int]:
+        """Tokens found in L1, in L2 and in L3."""
+        return self.tokens_l1, self.tokens_l2, self.tokens_l3
 
 
 class StepTimes:
@@ -133,33 +137,25 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        counts = self.counts
+        plain = {name: getattr(self, name) for name in _PLAIN}
         return {
             "workload": self.workload,
             "mode": self.mode,
             "settings": self.settings,
             "seconds": round(self.seconds, 3),
-            "requests": counts.requests,
-            "blocks": counts.blocks,
-            "hit_blocks": counts.hit_blocks,
+            **asdict(self.counts),
             "block_hit_rate": round(self.block_hit_rate, 6),
-            "tokens": counts.tokens,
             "token_hit_rate": round(self.token_hit_rate, 6),
-            "tokens_l1": counts.tokens_l1,
-            "tokens_l2": counts.tokens_l2,
-            "tokens_l3": counts.tokens_l3,
-            "tokens_computed": counts.tokens_computed,
-            "pages_verified": self.pages_verified,
-            "pages_mismatched": self.pages_mismatched,
-            "bytes": self.bytes,
-            "step_us": self.step_us,
-            "ledger": self.ledger,
+            **plain,
             "ledger_balanced": not self.unbalanced,
-            "digest_checks": self.digest_checks,
-            "restarts": self.restarts,
-            "evictions": self.evictions,
-            "storage": self.storage,
         }
+
+
+_PLAIN = (
+    *("pages_verified", "pages_mismatched", "bytes", "step_us", "ledger"),
+    *("digest_checks", "restarts", "evictions", "storage"),
+)
+"""Fields of a report whose JSON form is their value."""
 
 
 def add_up(parts: Iterable[Mapping[str, float]]) -> dict[str, Any]:
@@ -200,20 +196,21 @@ def report_tables(report: ReplayReport) -> list[RenderableType]:
 
 def sweep_table(swept: Sequence[str], rows: Sequence[tuple[Mapping[str, object], ReplayReport]]) -> Table:
     """One row a run of a sweep: the swept values, the hit rates, the tokens by tier."""
-    table = _table("sweep", *swept)
-    for title in ("block hits", "token hits", "L1", "L2", "L3", "seconds"):
-        table.add_column(title, justify="right")
-    for values, report in rows:
-        tokens, counts = report.counts.tokens, report.counts
-        tiers = (counts.tokens_l1, counts.tokens_l2, counts.tokens_l3)
-        table.add_row(
-            *(str(values[name]) for name in swept),
-            f"{report.block_hit_rate:.4f}",
-            f"{report.token_hit_rate:.4f}",
-            *(_percent(part, tokens) for part in tiers),
-            f"{report.seconds:.2f}",
-        )
-    return table
+    return _table(
+        "sweep",
+        swept,
+        ("block hits", "token hits", "L1", "L2", "L3", "seconds"),
+        [
+            (
+                *(str(values[name]) for name in swept),
+                f"{report.block_hit_rate:.4f}",
+                f"{report.token_hit_rate:.4f}",
+                *(_percent(part, report.counts.tokens) for part in report.counts.by_tier),
+                f"{report.seconds:.2f}",
+            )
+            for values, report in rows
+        ],
+    )
 
 
 def tier_sentences(report: ReplayReport) -> list[str]:
@@ -242,56 +239,44 @@ def size(count: float) -> str:
 
 def _token_table(report: ReplayReport) -> Table:
     counts = report.counts
-    name = Path(report.workload).name
-    table = _table(f"{name}: {counts.requests:,} requests in {report.seconds:.2f} s", "prompt tokens")
-    table.add_column("tokens", justify="right")
-    table.add_column("share", justify="right")
-    rows = {
-        "found in L1": counts.tokens_l1,
-        "found in L2": counts.tokens_l2,
-        "found in L3": counts.tokens_l3,
-        "computed": counts.tokens_computed,
-    }
-    for title, tokens in rows.items():
-        table.add_row(title, f"{tokens:,}", _percent(tokens, counts.tokens))
+    sources = ("found in L1", "found in L2", "found in L3", "computed")
+    rows = [
+        (title, f"{tokens:,}", _percent(tokens, counts.tokens))
+        for title, tokens in zip(sources, (*counts.by_tier, counts.tokens_computed), strict=True)
+    ]
+    title = f"{Path(report.workload).name}: {counts.requests:,} requests in {report.seconds:.2f} s"
+    table = _table(title, ("prompt tokens",), ("tokens", "share"), rows)
     table.add_section()
-    table.add_row("all", f"{counts.tokens:,}", "")
     found = counts.tokens - counts.tokens_computed
+    table.add_row("all", f"{counts.tokens:,}", "")
     table.add_row("token hit rate", f"{found:,}", f"{report.token_hit_rate:.4f}")
-    table.add_row(
-        f"block hit rate, of {counts.blocks:,} blocks", f"{counts.hit_blocks:,}", f"{report.block_hit_rate:.4f}"
-    )
+    blocks = f"block hit rate, of {counts.blocks:,} blocks"
+    table.add_row(blocks, f"{counts.hit_blocks:,}", f"{report.block_hit_rate:.4f}")
     return table
 
 
 def _bytes_table(report: ReplayReport) -> Table:
-    table = _table("moved", "path")
-    table.add_column("bytes", justify="right")
-    for path, count in report.bytes.items():
-        table.add_row(PATH_NAMES.get(path, path), size(count))
-    return table
+    rows = [(PATH_NAMES.get(path, path), size(count)) for path, count in report.bytes.items()]
+    return _table("moved", ("path",), ("bytes",), rows)
 
 
 def _step_table(report: ReplayReport) -> Table:
-    table = _table("step time", "part")
-    table.add_column("p50", justify="right")
-    table.add_column("p99", justify="right")
-    for part in STEP_PARTS:
-        if part in report.step_us:
-            times = report.step_us[part]
-            table.add_row(part, f"{times['p50'] / 1000:.2f} ms", f"{times['p99'] / 1000:.2f} ms")
-    return table
+    rows = [
+        (part, *(f"{report.step_us[part][share] / 1000:.2f} ms" for share in ("p50", "p99")))
+        for part in STEP_PARTS
+        if part in report.step_us
+    ]
+    return _table("step time", ("part",), ("p50", "p99"), rows)
 
 
 def _pool_table(report: ReplayReport) -> Table:
-    table = _table("pools, in pages", "pool")
-    for column in ("total", "free", "in tree", "in flight"):
-        table.add_column(column, justify="right")
-    for pool, ledger in report.ledger.items():
-        if ledger["total"]:
-            counts = (ledger[name] for name in ("total", "free", "in_tree", "in_flight"))
-            table.add_row(pool.upper(), *(f"{count:,}" for count in counts))
-    return table
+    columns = ("total", "free", "in tree", "in flight")
+    rows = [
+        (pool.upper(), *(f"{ledger[column.replace(' ', '_')]:,}" for column in columns))
+        for pool, ledger in report.ledger.items()
+        if ledger["total"]
+    ]
+    return _table("pools, in pages", ("pool",), columns, rows)
 
 
 def _closing_lines(report: ReplayReport) -> str:
@@ -307,13 +292,16 @@ def _closing_lines(report: ReplayReport) -> str:
     return "\n".join([*lines, f"ledger {balance}"])
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, names: Sequence[str], numbers: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table of rows; the columns of `numbers`, which come last, are aligned right."""
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column)
+    table = Table(*names, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
