@@ -37,6 +37,8 @@ class HelperThreads:
     def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """`function` of each item, results in order; items begin in order. Returns when no call is under way any more,
         then raises the first error, if there was one."""
+        if len(items) < 2:
+            return [function(item) for item in items]
         work = _Work(function, items)
         for _ in range(min(len(self._threads), len(items) - 1)):
             self._jobs.put(work.run)

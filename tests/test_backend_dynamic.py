@@ -128,6 +128,20 @@ def test_a_class_of_ours_is_used_as_it_is(tmp_path: Path) -> None:
     backend.close()
 
 
+class Hiding(SqliteStorage):
+    """Has an attribute by the name of a method."""
+
+    def __init__(self, config: StorageConfig) -> None:
+        super().__init__(config)
+        self.store = {}  # type: ignore[method-assign, assignment]
+
+
+def test_an_attribute_that_hides_a_method_is_told(tmp_path: Path) -> None:
+    extra = {"module_path": __name__, "class_name": "Hiding", "database": str(tmp_path / "db")}
+    with pytest.raises(BackendError, match=r"Hiding has an attribute 'store' that hides the method"):
+        create_backend("dynamic", config(**extra))
+
+
 def test_a_class_that_raises_is_all_misses() -> None:
     backend = SGLangSubject("").make(Path("raising"), identity_of(SHAPES[1]), class_name="RaisingStore")
     pool = NumpyHostPages(4, SHAPES[1])

@@ -87,6 +87,12 @@ def create_backend(name: str, config: StorageConfig) -> Storage:
         raise BackendError(f"storage backend {name!r} can't be imported: {error}{hint}") from error
     if not isinstance(backend, Storage):
         raise BackendError(f"storage backend {name!r} gave a {type(backend).__name__}, which is no Storage")
+    for method in ("lookup", "load", "store"):
+        if not callable(getattr(backend, method)):
+            raise BackendError(
+                f"storage backend {name!r}: {type(backend).__name__} has an attribute {method!r} that hides the method "
+                "of that name; give it another name"
+            )
     return backend
 
 

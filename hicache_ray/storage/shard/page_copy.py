@@ -6,13 +6,13 @@ All checksums are xxh3_64 of a page's bytes in the order of its segments, whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from hicache_ray.pages import Bytes
+from hicache_ray.threads import HelperThreads
 
 COPY_CHUNK_BYTES = 256 << 10
 """Bytes copied before they are hashed: a part of a processor's second-level cache."""
@@ -69,7 +69,7 @@ class Copier:
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = threads
-        self._executor = ThreadPoolExecutor(threads - 1, "l3-copy") if threads > 1 else None
+        self._helpers = HelperThreads("l3-copy", threads - 1)
 
     def run(self, copy: Callable[[Bytes, Bytes], int], targets: Sequence[Bytes], sources: Sequence[Bytes]) -> list[int]:
         """The checksums of all copies, in order; raises what a copy raises.
@@ -79,24 +79,17 @@ class Copier:
         """
         total = sum(page.nbytes for page in targets[:1]) * len(targets)
         parts = max(1, min(self._threads, total // LEAST_BYTES_A_THREAD))
-        if self._executor is None or parts == 1:
-            return _copied(copy, targets, sources)
-        size = -(-len(targets) // parts)
+        size = max(1, -(-len(targets) // parts))
         shares = [slice(start, start + size) for start in range(0, len(targets), size)]
-        others = [self._executor.submit(_copied, copy, targets[share], sources[share]) for share in shares[1:]]
-        checksums = _copied(copy, targets[shares[0]], sources[shares[0]])
-        for other in others:
-            checksums += other.result()
-        return checksums
+
+        def copied(share: slice) -> list[int]:
+            return [copy(target, source) for target, source in zip(targets[share], sources[share], strict=True)]
+
+        return [checksum for checksums in self._helpers.map(copied, shares) for checksum in checksums]
 
     def close(self) -> None:
         """End the threads. Idempotent."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
-
-
-def _copied(copy: Callable[[Bytes, Bytes], int], targets: Sequence[Bytes], sources: Sequence[Bytes]) -> list[int]:
-    return [copy(target, source) for target, source in zip(targets, sources, strict=True)]
+        self._helpers.close()
 
 
 def _rows(page: Bytes) -> Iterator[Any]:
