@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hicache_ray.config import HiCacheConfig as HiCacheConfig
     from hicache_ray.hashing import Namespace as Namespace
     from hicache_ray.hashing import page_hashes as page_hashes
+    from hicache_ray.index import IndexOptions as IndexOptions
     from hicache_ray.index import TieredIndex as TieredIndex
     from hicache_ray.pools.device import DevicePool as DevicePool
     from hicache_ray.pools.host import HostPool as HostPool
@@ -32,7 +33,8 @@ _HOME = {
     "HiCacheConfig": "config",
     "HiRadixCache": "rank.cache",
     "HostPool": "pools.host",
-    "KVSpec": "pools.spec",
+    "IndexOptions": "index",
+    "KVSpec": "pools.layouts",
     "Namespace": "hashing",
     "Service": "service",
     "TieredIndex": "index",

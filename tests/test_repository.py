@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import hicache_ray
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "hicache_ray"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -123,3 +125,8 @@ def test_the_three_links_point_into_the_package() -> None:
     for name in ("actors", "storage", "kernels"):
         link = REPOSITORY / name
         assert link.is_symlink() and link.resolve() == PACKAGE / name
+
+
+def test_every_public_name_of_the_package_is_there() -> None:
+    for name in hicache_ray.__all__:
+        assert getattr(hicache_ray, name).__name__ == name

@@ -18,7 +18,7 @@ class HostPool:
 
     Args:
         spec: what a token's KV is, as in the device pool.
-        pages: pages in the pool (pools.sizing.host_pages computes it).
+        pages: pages in the pool (`pools.memory.host_pages` computes it).
         page_size: tokens in a page.
         layout: layer_first, page_first, page_first_direct, page_head (MHA) or page_first_kv_split (NPU).
         pin: register the memory with CUDA: None where CUDA is there, True or an error, False never.
