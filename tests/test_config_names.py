@@ -12,7 +12,14 @@ from click.testing import CliRunner
 
 from hicache_ray.cli import COMMANDS, app, run
 from hicache_ray.config import ConfigError, HiCacheConfig
-from hicache_ray.config.names import COPIES, IO_BACKENDS, MEM_LAYOUTS, REPLACED_LAYOUTS, STORAGE_BACKENDS, layouts_of
+from hicache_ray.config.names import (
+    COPIES,
+    IO_BACKENDS,
+    MEM_LAYOUTS,
+    REPLACED_LAYOUTS,
+    STORAGE_BACKENDS,
+    layouts_of,
+)
 from hicache_ray.config.option import Option, options_of, parse_bool, parse_size
 from hicache_ray.pools.layouts import ORDERS
 from hicache_ray.replay.settings import REPLAY_OPTIONS, ReplaySettings

@@ -17,7 +17,7 @@ UNSUPPORTED_ATTENTION: Mapping[str, str] = {
 }
 """Kinds of attention that are refused, and the layers that their pools are for."""
 
-KV_DTYPES: Mapping[str, str] = {
+KV_DTYPES: dict[str, str] = {
     "bfloat16": "bfloat16",
     "float16": "float16",
     "float32": "float32",

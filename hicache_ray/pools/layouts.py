@@ -13,22 +13,17 @@ from typing import Literal
 import numpy as np
 import torch
 
+from hicache_ray.config.names import KV_DTYPES
 from hicache_ray.pages import Bytes, Pages
 
 Attention = Literal["mha", "mla"]
 
+_SHORT_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
 DTYPES: dict[str, torch.dtype] = {
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
+    **{name: getattr(torch, name) for name in KV_DTYPES.values()},
+    **{name: getattr(torch, torch_name) for name, torch_name in (KV_DTYPES | _SHORT_NAMES).items()},
 }
+"""Dtypes of a KV cache under every name that is taken: the configuration's, torch's and short ones."""
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
