@@ -162,14 +162,15 @@ class MovingPool(LocalPool):
 
 def reads(client: PoolClient, numbers: Sequence[int]) -> list[bool]:
     """Whether each page is found, one by one and in one batch; what is read must be right."""
-    found = client.exists([page_key(n) for n in numbers], Deadline(5))
+    found = [client.lookup([page_key(n)], Deadline(5)) == 1 for n in numbers]
     pages = [np.zeros(PAGE, np.uint8) for _ in numbers]
-    got = [bool(client.get([page_key(n)], [page], Deadline(5))[0]) for n, page in zip(numbers, pages, strict=True)]
+    got = [client.load([page_key(n)], [page], Deadline(5)) == 1 for n, page in zip(numbers, pages, strict=True)]
     assert all(not ok or np.array_equal(page, page_of(n)) for n, page, ok in zip(numbers, pages, got, strict=True))
-    together = client.get([page_key(n) for n in numbers], pages, Deadline(5))
-    assert together.tolist() == np.logical_and.accumulate(got).tolist() and found.tolist() == got
+    keys, leading = [page_key(n) for n in numbers], int(np.logical_and.accumulate(got).sum())
+    assert client.load(keys, pages, Deadline(5)) == client.lookup(keys, Deadline(5)) == leading and found == got
     return got
 
 
 def writes(client: PoolClient, numbers: Sequence[int]) -> list[bool]:
-    return client.set([page_key(n) for n in numbers], [page_of(n) for n in numbers], b"", Deadline(5)).tolist()
+    stored = client.store([page_key(n) for n in numbers], [page_of(n) for n in numbers], b"", Deadline(5))
+    return [True] * stored + [False] * (len(numbers) - stored)

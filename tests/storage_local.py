@@ -15,7 +15,7 @@ from hicache_ray.storage.base import StorageCounters
 from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.channel import ChannelError, ChannelLost, ChannelTimeout
 from hicache_ray.storage.pool.client import PoolClient
-from hicache_ray.storage.pool.member import Member
+from hicache_ray.storage.pool.member import PoolMember
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.rebalance import Rebalancer
 from hicache_ray.storage.pool.service import ShardService
@@ -140,7 +140,7 @@ class LocalPool:
     def client(self, *, use_shm: bool = True, copy_threads: int = 1) -> PoolClient:
         counters = StorageCounters()
 
-        def connect(name: str) -> Member:
+        def connect(name: str) -> PoolMember:
             return self.member(name, counters, use_shm=use_shm)
 
         client = PoolClient(self.membership, connect, counters, copy_threads, self.read_directory, self.clock)
@@ -152,10 +152,10 @@ class LocalPool:
         """What a client finds when it looks for the newest membership."""
         return self.membership
 
-    def member(self, name: str, counters: StorageCounters, *, use_shm: bool = True) -> Member:
+    def member(self, name: str, counters: StorageCounters, *, use_shm: bool = True) -> PoolMember:
         """A connection to an actor."""
         breaker, channel = Breaker(1.0, 4.0, clock=self.clock), LocalChannel(self.actors[name])
-        return Member(name, channel, breaker, counters, call_timeout=1.0, use_shm=use_shm, prefault=False)
+        return PoolMember(name, channel, breaker, counters, call_timeout=1.0, use_shm=use_shm, prefault=False)
 
     def change(self, membership: Membership) -> None:
         """Make it the membership that all members know."""

@@ -12,22 +12,27 @@ from hicache_ray.storage.pool.client import PoolClient
 from tests.storage_local import PAGE, LocalPool, in_threads, is_lost, page_key, page_of, times_out
 
 
+def flags(leading: int, count: int) -> list[bool]:
+    """One flag a page, from the number of leading pages."""
+    return [True] * leading + [False] * (count - leading)
+
+
 def put(client: PoolClient, numbers: list[int], pages: list[np.ndarray] | None = None) -> list[bool]:
     pages = pages or [page_of(n) for n in numbers]
-    return client.set([page_key(n) for n in numbers], pages, b"", Deadline(5)).tolist()
+    return flags(client.store([page_key(n) for n in numbers], pages, b"", Deadline(5)), len(numbers))
 
 
 def get(client: PoolClient, numbers: list[int]) -> list[bool]:
     """Reads; every page that is said to have arrived must be right."""
     pages = [np.zeros(PAGE, np.uint8) for _ in numbers]
-    done = client.get([page_key(n) for n in numbers], pages, Deadline(5)).tolist()
+    done = flags(client.load([page_key(n) for n in numbers], pages, Deadline(5)), len(numbers))
     for number, page, ok in zip(numbers, pages, done, strict=True):
         assert not ok or np.array_equal(page, page_of(number))
     return done
 
 
 def exists(client: PoolClient, numbers: list[int]) -> list[bool]:
-    return client.exists([page_key(n) for n in numbers], Deadline(5)).tolist()
+    return flags(client.lookup([page_key(n) for n in numbers], Deadline(5)), len(numbers))
 
 
 def owner(pool: LocalPool, number: int) -> str:
@@ -85,7 +90,7 @@ def test_strided_pages_keep_the_order_of_their_segments(pool: LocalPool, use_shm
     assert put(client, list(range(6)), views) == [True] * 6
     before = host.copy()
     host[:] = 0
-    assert client.get([page_key(n) for n in range(6)], views, Deadline(5)).all()
+    assert client.load([page_key(n) for n in range(6)], views, Deadline(5)) == 6
     assert np.array_equal(host, before)
 
 
@@ -93,7 +98,7 @@ def test_the_answer_ends_at_the_first_missing_page(pool: LocalPool) -> None:
     client = pool.client()
     put(client, [0, 1, 3, 4])
     assert get(client, [0, 1, 2, 3, 4]) == [True, True, False, False, False]
-    assert exists(client, [0, 1, 2, 3]) == [True, True, False, True]
+    assert exists(client, [0, 1, 2, 3]) == [True, True, False, False] and exists(client, [3]) == [True]
 
 
 def test_storing_again_moves_no_bytes(pool: LocalPool) -> None:
@@ -207,7 +212,7 @@ def test_more_pages_than_fit(tmp_path: Path) -> None:
 
 def test_a_page_larger_than_a_segment_is_refused_without_opening_the_breaker(pool: LocalPool) -> None:
     client = pool.client()
-    assert client.set([page_key(1)], [page_of(1, (PAGE + 1,))], b"", Deadline(5)).tolist() == [False]
+    assert client.store([page_key(1)], [page_of(1, (PAGE + 1,))], b"", Deadline(5)) == 0
     assert not any(member.breaker.is_open for member in client.members)
     assert client.counters.snapshot().errors == 1
 

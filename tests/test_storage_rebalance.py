@@ -64,7 +64,7 @@ def test_a_member_that_leaves_loses_nothing(pool: MovingPool) -> None:
     assert [member.name for member in client.members] == ["b"]
 
 
-@pytest.mark.parametrize("operation", ["exists", "get"])
+@pytest.mark.parametrize("operation", ["lookup", "load"])
 def test_a_page_that_moves_between_two_rounds_of_one_call_is_found(pool: MovingPool, operation: str) -> None:
     """The new owner is asked, then the page arrives there, and the old owner gives it up before it is asked."""
     client = pool.client(use_shm=pool.use_shm)
@@ -73,14 +73,14 @@ def test_a_page_that_moves_between_two_rounds_of_one_call_is_found(pool: MovingP
     number = next(n for n in NUMBERS if pool.owners(n) == {"c"})
     (holder,) = pool.holders(number)
     assert reads(client, [number]) == [True] and client.membership.epoch == 2
-    pool.actors[holder].faults[{"exists": "exists", "get": "acquire" if pool.use_shm else "read"}[operation]] = (
+    pool.actors[holder].faults[{"lookup": "exists", "load": "acquire" if pool.use_shm else "read"}[operation]] = (
         pool.balance
     )
-    if operation == "exists":
-        assert client.exists([page_key(number)], Deadline(5)).all()
+    if operation == "lookup":
+        assert client.lookup([page_key(number)], Deadline(5)) == 1
     else:
         page = np.zeros(PAGE, np.uint8)
-        assert client.get([page_key(number)], [page], Deadline(5)).all() and np.array_equal(page, page_of(number))
+        assert client.load([page_key(number)], [page], Deadline(5)) == 1 and np.array_equal(page, page_of(number))
     assert pool.holders(number) == {"c"} and not pool.actors[holder].faults and client.membership.epoch == 3
 
 

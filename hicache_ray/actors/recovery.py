@@ -18,17 +18,13 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from hicache_ray.actors.watch import kill_rank
+from hicache_ray.actors.watch import Place, kill_rank
 from hicache_ray.index.catalog import Catalog
 from hicache_ray.rank.group import GroupError
 
 logger = logging.getLogger("hicache_ray.recovery")
 
 ATTEMPTS = 3
-
-
-Place = tuple[int, str]
-"""Process id and node of a rank."""
 
 
 class RankInfo(NamedTuple):

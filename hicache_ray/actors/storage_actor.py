@@ -19,7 +19,7 @@ import ray
 from hicache_ray.metrics import RayExporter, ShardMetrics
 from hicache_ray.storage.base import StorageCounters
 from hicache_ray.storage.breaker import Breaker
-from hicache_ray.storage.pool.member import Member
+from hicache_ray.storage.pool.member import PoolMember
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.near import NearServer
 from hicache_ray.storage.pool.options import actor_name
@@ -205,10 +205,10 @@ class StorageActor(ShardService):
         self._near.close()  # the process outlives its kill by a moment, in which it must store nothing more
         self._arena.remove()
 
-    def _connect(self, member: str) -> Member:
+    def _connect(self, member: str) -> PoolMember:
         """Another member of the pool, to bring pages to."""
         options = self._spec.rebalance
-        return Member(
+        return PoolMember(
             member,
             RayChannel(actor_name(member), self._spec.namespace, options.call_timeout),
             Breaker(),

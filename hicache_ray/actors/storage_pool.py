@@ -43,8 +43,9 @@ from hicache_ray.storage.shard.layout import ArenaLocked
 
 logger = logging.getLogger("hicache_ray.actors.storage_pool")
 
-CALL_SECONDS = 30.0
-STOP_SECONDS = 10.0
+MEMBER_CALL_SECONDS = 30.0
+ACTOR_STOP_SECONDS = 10.0
+BALANCE_POLL_SECONDS = 0.1
 CHANGES_TRIED = 5
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -170,7 +171,7 @@ class StoragePool:
 
     def balance(self) -> dict[str, BalanceReport | None]:
         """How far each member, and each that is leaving, is with moving pages; None for one that is away."""
-        return reports_of(self._call, self._refresh().everyone, CALL_SECONDS)
+        return reports_of(self._call, self._refresh().everyone, MEMBER_CALL_SECONDS)
 
     def wait_balanced(self, timeout: float = 300.0) -> None:
         """Have all members look at all their pages, and wait until each page is where it belongs.
@@ -184,7 +185,7 @@ class StoragePool:
                 raise StoragePoolError(
                     f"the pool was not balanced within {timeout:g} s: {balance.missing(self.membership)}"
                 )
-            time.sleep(POLL_SECONDS)
+            time.sleep(BALANCE_POLL_SECONDS)
 
     def audit(self, *, read_pages: bool = False) -> dict[str, str | None]:
         """What is wrong with each member's pages: "" when nothing is, None for a member that is away.
@@ -291,12 +292,12 @@ class StoragePool:
         """Have a member leave, and wait until it has left."""
 
         def report() -> BalanceReport | None:
-            return reports_of(self._call, [member], CALL_SECONDS)[member]
+            return reports_of(self._call, [member], MEMBER_CALL_SECONDS)[member]
 
         first = last = report()
         self._change(lambda known: known.left_by(member))
         while member in self._refresh().everyone and deadline.remaining():
-            time.sleep(POLL_SECONDS)
+            time.sleep(BALANCE_POLL_SECONDS)
             last = report() or last
         last = report() or last
         if last is None:
@@ -332,7 +333,7 @@ class StoragePool:
         told = dict.fromkeys([*membership.everyone, *self.membership.everyone])
         self.membership = membership
         self._published = True
-        self._call(list(told), "set_membership", membership.pack(), seconds=CALL_SECONDS)
+        self._call(list(told), "set_membership", membership.pack(), seconds=MEMBER_CALL_SECONDS)
 
     def _known_spec(self) -> StorageActorSpec:
         """The spec the members are made from; of a pool that was connected to, a member tells it."""
@@ -345,7 +346,7 @@ class StoragePool:
 
     def _call_all(self, method: str, *args: Any) -> dict[str, Any]:
         """The answers of all members and those that are leaving, asked at once; None for one that gave none."""
-        return self._call(self.membership.everyone, method, *args, seconds=CALL_SECONDS)
+        return self._call(self.membership.everyone, method, *args, seconds=MEMBER_CALL_SECONDS)
 
     def _call(self, members: Sequence[str], method: str, *args: Any, seconds: float) -> dict[str, Any]:
         calls: dict[str, Pending | None] = {}
@@ -355,7 +356,7 @@ class StoragePool:
             except ChannelError as error:
                 self._note_away(member, error)
                 calls[member] = None
-        deadline = Deadline(min(seconds, CALL_SECONDS))
+        deadline = Deadline(min(seconds, MEMBER_CALL_SECONDS))
         return {member: self._answer(member, call, deadline) for member, call in calls.items()}
 
     def _answer(self, member: str, call: Pending | None, deadline: Deadline) -> Any:
@@ -375,7 +376,7 @@ class StoragePool:
         self._away.add(member)
 
     def _channel(self, member: str) -> RayChannel:
-        return RayChannel(actor_name(member), self.handle.namespace, CALL_SECONDS)
+        return RayChannel(actor_name(member), self.handle.namespace, MEMBER_CALL_SECONDS)
 
     def _end_actors(self, members: Iterable[str]) -> None:
         for member in members:
@@ -384,12 +385,12 @@ class StoragePool:
             except ValueError:
                 continue
             try:
-                ray.get(handle.shut_down.remote(), timeout=STOP_SECONDS)
+                ray.get(handle.shut_down.remote(), timeout=ACTOR_STOP_SECONDS)
             except ray.exceptions.RayError as error:
                 logger.warning("storage actor %s did not delete its arena, it is swept later: %s", member, error)
             ray.kill(handle, no_restart=True)
             self._actors.pop(member, None)
-            deadline = Deadline(STOP_SECONDS)
+            deadline = Deadline(ACTOR_STOP_SECONDS)
             # Its name is free for another actor only then.
             while actor_exists(member, self.handle.namespace) and deadline.remaining():
                 time.sleep(0.02)
@@ -397,7 +398,7 @@ class StoragePool:
     def _delete_arenas(self) -> None:
         """Delete what dead actors of this pool left on this node; waits for those that are dying."""
         folder = Path(self._spec.folder) if self._spec is not None else SHARED_MEMORY
-        deadline = Deadline(STOP_SECONDS)
+        deadline = Deadline(ACTOR_STOP_SECONDS)
         for path in arenas_of(folder, self.membership.token):
             while not _deleted(path):
                 if not deadline.remaining():
@@ -463,9 +464,6 @@ def _living_nodes() -> list[str]:
     own = ray.get_runtime_context().get_node_id()
     living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     return sorted(living, key=lambda node: (node != own, node))
-
-
-POLL_SECONDS = 0.1
 
 
 class Drained(NamedTuple):

@@ -1,9 +1,7 @@
-"""Ending the process of a rank or storage actor when it does not answer any more, on whatever node it is.
+"""Ends the processes of actors that hang, so that Ray starts the actors again, and watches a service's storage actors.
 
-The watch over a service's storage actors: one that hangs is ended, so that Ray starts it again.
-
-An actor that dies is started again by Ray alone. One that is stopped, or hangs, its clients would
-refuse for ever.
+Ray by itself starts an actor again when its process dies. A process that hangs or is stopped stays as it is, and the
+clients of its actor would get no answer for ever.
 """
 
 from __future__ import annotations
@@ -29,13 +27,15 @@ logger = logging.getLogger("hicache_ray.processes")
 
 KILL_TIMEOUT = 10.0
 
-
 RANK, STORAGE = "RankServer", "StorageActor"
 """Classes of the actors whose processes may be ended: Ray names a worker's process after its actor's class."""
 
+Place = tuple[int, str]
+"""Process id and node id of an actor."""
+
 
 def kill_worker(pid: int, actor_class: str = RANK) -> bool:
-    """SIGKILL to such an actor's process on this node; True when there was one. Other processes are never touched."""
+    """Send SIGKILL to a process on this node, if it is the worker of an actor of that class; whether it was one."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -48,15 +48,15 @@ def kill_worker(pid: int, actor_class: str = RANK) -> bool:
 
 
 def kill_rank(pid: int, node_id: str) -> None:
-    """Ends a rank's process on its node, also one that is stopped or hangs, so that Ray starts the actor again.
+    """End a rank's process on its node, also when the process is stopped or hangs.
 
-    A node that can't be reached takes its processes along; that is logged and no error.
+    When the node can't be reached, its processes are gone with it: that is logged and is no error.
     """
     kill_actor(pid, node_id, RANK)
 
 
 def kill_actor(pid: int, node_id: str, actor_class: str) -> bool:
-    """As `kill_rank`, for an actor of that class; True when there was a process and it was ended."""
+    """As `kill_rank`, for an actor of that class; whether there was such a process and it was ended."""
     if node_id == ray.get_runtime_context().get_node_id():
         return kill_worker(pid, actor_class)
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -69,12 +69,8 @@ def kill_actor(pid: int, node_id: str, actor_class: str) -> bool:
         return False
 
 
-Place = tuple[int, str]
-"""Process id and node of an actor."""
-
-
 class StorageHeal(NamedTuple):
-    """A storage actor whose process was ended because it hung. Times are seconds since the epoch."""
+    """One storage actor whose process was ended because it hung. Times are seconds since the epoch."""
 
     member: str
     silent_at: float
@@ -83,17 +79,17 @@ class StorageHeal(NamedTuple):
 
 
 class _Ping(NamedTuple):
-    """A ping under way. It is waited for until it is answered: a late answer is a sign of life, too."""
+    """A ping under way. Its answer is waited for however late it comes: a late answer is a sign of life, too."""
 
     reference: Any
     sent: float
 
 
 class StorageWatch:
-    """Looks at the members of a service's own storage pool. Not thread-safe.
+    """Pings the members of a service's own storage pool, and ends the ones that hang. Not thread-safe.
 
     Args:
-        service: whose pool.
+        service: name of the service.
         patience: seconds a member may be silent before its process is ended.
         clock: seconds, monotonic.
     """
@@ -106,9 +102,9 @@ class StorageWatch:
         self._places: dict[str, Place] = {}
 
     def look(self, wait: float) -> list[StorageHeal]:
-        """Pings all members, waits `wait` seconds for their answers, and ends those that were silent for too long.
+        """Ping all members, wait `wait` seconds for the answers, and end each member that was silent for too long.
 
-        A member that is being started has no process that was seen alive and is left alone, however long it takes.
+        A member that is being started is left alone, however long that takes: no process of it was seen alive yet.
         """
         members = self._members()
         self._pings = {member: ping for member, ping in self._pings.items() if member in members}
@@ -141,12 +137,13 @@ class StorageWatch:
         try:
             pid, node_id = ray.get(reference)
         except RayError as error:
-            # It died, and Ray says so at once: nothing hangs.
+            # The actor died, and Ray says so at once: nothing hangs.
             logger.debug("storage actor %s does not answer: %s", member, error)
             return
         if self._places.get(member) != (pid, node_id):
             self._places[member] = (pid, node_id)
-            publish_ranks(self._key(member), [(pid, node_id)])  # for a successor: who hangs can't be asked
+            # For the next supervisor: an actor that hangs can't be asked.
+            publish_ranks(self._key(member), [(pid, node_id)])
 
     def _end_if_hung(self, member: str) -> StorageHeal | None:
         silence = self._clock() - self._pings[member].sent
@@ -154,7 +151,7 @@ class StorageWatch:
             return None
         place = self._places.get(member) or next(iter(ranks_of(self._key(member))), None)
         if place is None or not kill_actor(*place, STORAGE):
-            return None  # being started, or dead already
+            return None  # the actor is being started, or is dead already
         del self._pings[member]
         now = time.time()
         logger.warning(
@@ -166,5 +163,5 @@ class StorageWatch:
         return StorageHeal(member, now - silence, now, place[0])
 
     def _key(self, member: str) -> str:
-        """Where the place of a member is noted; forgotten with the service."""
+        """The name under which the place of a member is noted. The notes are forgotten together with the service."""
         return f"{self.service}:storage/{member}"

@@ -1,8 +1,9 @@
-"""A client of a storage pool, without Ray: who holds which page, calls to all of them at once, copies, verification.
+"""A client of a storage pool, without Ray: which member holds which page, calls to all members at once, copies.
 
-One operation makes one round of calls: one call per member, all under way together. Reading is `acquire` and copy (the
-release is not waited for), writing is `reserve`, copy, `commit`. What its holders do not have is asked for in another
-round: of the next best holder, and while pages move, of those who held it before.
+An operation makes one call to each member concerned, and all calls are under way together. To read, the client calls
+`acquire` and copies; it does not wait for the release. To write, it calls `reserve`, copies, and calls `commit`. When
+the first holder of a page does not have it, the next holder is asked in another round, and, while pages move, the
+members that held it before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hicache_ray.deadline import Deadline
 from hicache_ray.pages import Bytes
 from hicache_ray.storage.base import StorageCounters
 from hicache_ray.storage.pool.channel import ChannelError, Pending
-from hicache_ray.storage.pool.member import ActorAnswer, Member
+from hicache_ray.storage.pool.member import ActorAnswer, PoolMember
 from hicache_ray.storage.pool.membership import PAGE_HASH_BYTES, Membership
 from hicache_ray.storage.pool.transport import ReadGrant, WriteGrant
 from hicache_ray.storage.pool.wire import STALE, KeyCall, Release
@@ -30,41 +31,45 @@ from hicache_ray.storage.shard.page_copy import Copier, load_page, store_page
 logger = logging.getLogger("hicache_ray.storage.pool.client")
 
 MEMBERSHIP_RETRIES = 3
-"""How often one operation is planned anew because the membership changed under it."""
+"""How often one operation is tried when the membership changes under it."""
 DIRECTORY_SECONDS = 1.0
-"""Between two looks into the directory, while members are away."""
+"""Seconds between two looks into the directory, while members are away."""
 DIRECTORY_AWAY_SECONDS = 30.0
-"""After a look that failed."""
+"""Seconds until the next look after one that failed."""
 
 
 class _MembershipChanged(Exception):
-    """A member refused: it knows a newer membership, which this client knows by now, too."""
+    """A member refused a call because it knows a newer membership. This client has learned that membership by now."""
 
 
 class _View(NamedTuple):
     """The membership and its members at one moment."""
 
     membership: Membership
-    members: list[Member]
+    members: list[PoolMember]
 
 
 class PoolClient:
-    """Pages in and out of the members of a pool. Thread-safe. No method raises for what a member does."""
+    """Pages in and out of the members of a pool. Thread-safe. No method raises for what a member does.
+
+    Keys are an identity's digest and a page hash. The answers count leading pages. A page may lie in any array of
+    [..., segment_bytes]; all pages of a call have the same size.
+    """
 
     def __init__(
         self,
         membership: Membership,
-        connect: Callable[[str], Member],
+        connect: Callable[[str], PoolMember],
         counters: StorageCounters,
         copy_threads: int = 1,
         directory: Callable[[], Membership | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        connect: makes the member of that name; called once per name, must not wait for it.
+        connect: makes the member of that name. It is called once per name and must not wait for the member.
         copy_threads: threads that copy the pages of one operation.
-        directory: reads the newest membership, in bounded time, or raises ChannelError. Asked while members are
-            away: those that would refuse an old membership may all be gone.
+        directory: reads the newest membership, in bounded time, or raises ChannelError. It is asked while members
+            are away: the members that would refuse an old membership may all be gone.
         """
         self._directory = directory
         self._clock = clock
@@ -73,7 +78,7 @@ class PoolClient:
         self._connect = connect
         self.counters = counters
         self._lock = threading.Lock()
-        self._known: dict[str, Member] = {}
+        self._known: dict[str, PoolMember] = {}
         self._view = self._view_of(membership)
 
     @property
@@ -82,7 +87,7 @@ class PoolClient:
         return self._view.membership
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[PoolMember]:
         """The members, in the membership's order, and those that are leaving."""
         return self._view.members
 
@@ -92,17 +97,17 @@ class PoolClient:
             if membership.epoch > self._view.membership.epoch:
                 self._view = self._view_of(membership)
 
-    def exists(self, keys: Sequence[bytes], deadline: Deadline) -> Flags:
-        """Which keys are stored."""
-        return self._replanned(len(keys), lambda view: self._exists(view, keys, deadline))
+    def lookup(self, keys: Sequence[bytes], deadline: Deadline) -> int:
+        """Leading pages that are stored."""
+        return self._with_newest_membership(lambda view: self._lookup(view, keys, deadline))
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> Flags:
-        """Fill `pages` (one [..., segment_bytes] view per key); the flags after the first False are False."""
-        return self._replanned(len(keys), lambda view: self._get(view, keys, pages, deadline))
+    def load(self, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> int:
+        """Fill `pages`, one for each key; leading pages that hold exactly the bytes that were stored."""
+        return self._with_newest_membership(lambda view: self._load(view, keys, pages, deadline))
 
-    def set(self, keys: Sequence[bytes], pages: Sequence[Bytes], label: bytes, deadline: Deadline) -> Flags:
-        """Store `pages`; the flags after the first False are False. A page is stored when one of its holders has it."""
-        return self._replanned(len(keys), lambda view: self._set(view, keys, pages, label, deadline))
+    def store(self, keys: Sequence[bytes], pages: Sequence[Bytes], label: bytes, deadline: Deadline) -> int:
+        """Store `pages`; leading pages that are stored. A page is stored when one of its holders has it."""
+        return self._with_newest_membership(lambda view: self._store(view, keys, pages, label, deadline))
 
     def close(self) -> None:
         """End the copying threads and the connections. Idempotent."""
@@ -110,29 +115,29 @@ class PoolClient:
         for member in self._view.members:
             member.close()
 
-    def _exists(self, view: _View, keys: Sequence[bytes], deadline: Deadline) -> Flags:
+    def _lookup(self, view: _View, keys: Sequence[bytes], deadline: Deadline) -> int:
         found = np.zeros(len(keys), np.bool_)
         search = _Search(view.membership, keys)
         for choice in range(search.rounds):
             groups = search.groups(choice, np.flatnonzero(~found))
             for member, answer in self._ask(view, lambda _: "exists", groups, keys, deadline).items():
                 found[groups[member]] |= answer.reply.flags
-        return found
+        return _count(found)
 
-    def _get(self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> Flags:
+    def _load(self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> int:
         done = np.zeros(len(keys), np.bool_)
         length = pages[0].nbytes if len(pages) else 0
         search = _Search(view.membership, keys)
         for choice in range(search.rounds):
             groups = search.groups(choice, np.flatnonzero(~done))
             grants = []
-            for member, answer in self._ask(view, Member.read_method, groups, keys, deadline, length).items():
+            for member, answer in self._ask(view, PoolMember.read_method, groups, keys, deadline, length).items():
                 granted = groups[member][answer.reply.grants["status"] == GRANTED]
                 grants.append(ReadGrant(view.members[member], answer, length, granted.tolist()))
-            # Behind a hole no page is of use; but a hole may be filled as long as there is another holder to ask.
             located = done.copy()
             for grant in grants:
                 located[grant.pages] = True
+            # A page behind a missing one is of no use, unless the next round may still find the missing one.
             wanted = _leading(located) if choice + 1 == search.rounds else located
             self._read(grants, wanted, pages, done)
             for grant in grants:
@@ -140,39 +145,39 @@ class PoolClient:
                 self.counters.add(corrupt=len(grant.suspects))
             if done.all():
                 break
-        return _leading(done)
+        return _count(done)
 
     def _read(self, grants: Sequence[ReadGrant], wanted: Flags, pages: Sequence[Bytes], done: Flags) -> None:
-        """Copy the wanted pages among those granted; what arrived as it was stored is done."""
+        """Copy those of the granted pages that are wanted; a page that arrived as it was stored is done."""
         chosen = [(grant, k, page) for grant in grants for k, page in enumerate(grant.pages) if wanted[page]]
         targets, cells = [pages[page] for _, _, page in chosen], [grant.cells[k] for grant, k, _ in chosen]
         for (grant, k, page), checksum in zip(chosen, self._copier.run(load_page, targets, cells), strict=True):
             done[page] = grant.accept(k, checksum)
 
-    def _set(
+    def _store(
         self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], label: bytes, deadline: Deadline
-    ) -> Flags:
+    ) -> int:
         length = pages[0].nbytes if len(pages) else 0
         existing, grants = self._reserve(view, keys, length, label, deadline)
         placed = existing.copy()
         for grant in grants:
             placed[grant.pages] = True
-        # A page must not be stored without its ancestors, so nothing behind the first page without a cell is written.
+        # A page must not be stored without the pages before it: no page behind one without a cell is written.
         writable = _leading(placed)
         chosen = [(grant, k, page) for grant in grants for k, page in enumerate(grant.pages) if writable[page]]
         cells, sources = [grant.cells[k] for grant, k, _ in chosen], [pages[page] for _, _, page in chosen]
         for (grant, k, _), checksum in zip(chosen, self._copier.run(store_page, cells, sources), strict=True):
             grant.checksums[k] = checksum
         stored = self._commit(grants, writable, deadline)
-        done = _leading(existing | stored)
-        new = int((done & stored).sum())
-        self.counters.add(set_stored=new, set_existing=int(done.sum()) - new, set_bytes=len(chosen) * length)
+        done = _count(existing | stored)
+        new = int(stored[:done].sum())
+        self.counters.add(set_stored=new, set_existing=done - new, set_bytes=len(chosen) * length)
         return done
 
     def _reserve(
         self, view: _View, keys: Sequence[bytes], length: int, label: bytes, deadline: Deadline
     ) -> tuple[Flags, list[WriteGrant]]:
-        """Which pages are stored already, and cells for the others at all their owners that have room."""
+        """Which pages are stored already, and cells for the other pages, at each of their holders that has room."""
         owners = view.membership.owners(_hashes(keys))
         everything = np.arange(len(keys))
         groups = {member: everything[(owners == member).any(axis=1)] for member in np.unique(owners).tolist()}
@@ -186,7 +191,7 @@ class PoolClient:
         return existing, grants
 
     def _commit(self, grants: Sequence[WriteGrant], writable: Flags, deadline: Deadline) -> Flags:
-        """Which pages have become visible in one place at least."""
+        """Which pages have become visible at one holder at least."""
         stored = np.zeros(len(writable), np.bool_)
         pending: list[tuple[WriteGrant, Pending | None]] = []
         for grant in grants:
@@ -202,17 +207,21 @@ class PoolClient:
     def _ask(
         self,
         view: _View,
-        method_of: Callable[[Member], str],
+        method_of: Callable[[PoolMember], str],
         groups: dict[int, npt.NDArray[np.int64]],
         keys: Sequence[bytes],
         deadline: Deadline,
         length: int = 0,
         label: bytes = b"",
     ) -> dict[int, ActorAnswer]:
-        """One call to each member about its keys, all at once; the answers of those that gave one.
+        """Call each member about its keys, all at once; the answers of the members that answered.
+
+        Args:
+            method_of: the call to make to a member.
+            groups: by place of the member, which of the keys to ask it for.
 
         Raises:
-            _MembershipChanged: a member refused for an old membership; what the others granted is given back.
+            _MembershipChanged: there is a newer membership. What members granted is given back.
         """
         calls = {}
         for member, group in groups.items():
@@ -231,7 +240,7 @@ class PoolClient:
         return given
 
     def _learn(self) -> int:
-        """Look into the directory, unless that was done just now; the epoch known then."""
+        """Look for a newer membership in the directory, unless that was done just now; the epoch that is known then."""
         with self._lock:
             due = self._clock() >= self._next_read
             if due:
@@ -252,13 +261,14 @@ class PoolClient:
             if answer.reply.id:
                 view.members[member].send("release", Release(answer.reply.id).pack())
 
-    def _replanned(self, count: int, operation: Callable[[_View], Flags]) -> Flags:
+    def _with_newest_membership(self, operation: Callable[[_View], int]) -> int:
+        """The result of an operation, which is begun again when the membership changes under it."""
         for _ in range(MEMBERSHIP_RETRIES):
             try:
                 return operation(self._view)
             except _MembershipChanged:
                 continue
-        return np.zeros(count, np.bool_)
+        return 0
 
     def _view_of(self, membership: Membership) -> _View:
         members = {name: self._known.get(name) or self._connect(name) for name in membership.everyone}
@@ -267,18 +277,19 @@ class PoolClient:
 
 
 class _Search:
-    """Whom to ask for pages, round after round: their holders, best first, then whoever held them before."""
+    """Which members to ask for pages, round after round: the holders, best first, then the members that held pages
+    before the change that is under way."""
 
     def __init__(self, membership: Membership, keys: Sequence[bytes]) -> None:
         self._membership = membership
         self._hashes = _hashes(keys)
         self._owners = membership.owners(self._hashes)
-        self._copies = self._owners.shape[1]
-        self.rounds = self._copies if membership.settled else self._copies + 1
+        self._holders = self._owners.shape[1]
+        self.rounds = self._holders if membership.settled else self._holders + 1
 
     def groups(self, choice: int, missing: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
-        """The page numbers, ascending, to ask of each member in that round, of those still missing."""
-        if choice < self._copies:
+        """By place of the member, the missing pages to ask it for in that round; page numbers, ascending."""
+        if choice < self._holders:
             owners = self._owners[missing, choice]
             return {member: missing[owners == member] for member in np.unique(owners).tolist()}
         before = self._membership.owned_before([self._hashes[page] for page in missing.tolist()])
@@ -291,5 +302,10 @@ def _hashes(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def _leading(flags: Flags) -> Flags:
-    """The flags with everything behind the first False made False."""
+    """The flags, with each flag behind the first False made False."""
     return np.logical_and.accumulate(flags)
+
+
+def _count(flags: Flags) -> int:
+    """How many flags are set before the first False."""
+    return len(flags) if flags.all() else int(np.argmin(flags))

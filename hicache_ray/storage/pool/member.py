@@ -31,7 +31,7 @@ class ActorAnswer(NamedTuple):
     pages: Sequence[Bytes] = ()
 
 
-class Member:
+class PoolMember:
     """Calls to one storage actor that never raise: what fails is None, counted, and opens the breaker. Thread-safe.
 
     Attributes:

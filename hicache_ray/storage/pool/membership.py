@@ -46,7 +46,7 @@ class Membership:
             raise ValueError(f"replicas must be at least 1, not {self.replicas}")
 
     @property
-    def copies(self) -> int:
+    def holders(self) -> int:
         """Members that hold each page."""
         return min(self.replicas, len(self.members))
 
@@ -61,7 +61,7 @@ class Membership:
         return tuple(dict.fromkeys([*self.members, *(name for names in self.previous for name in names)]))
 
     def owners(self, page_hashes: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        """Indices into `members` of the holders of each page, best first: [len(page_hashes), copies].
+        """Indices into `members` of the holders of each page, best first: [len(page_hashes), holders].
 
         Args:
             page_hashes: of 32 bytes each.
@@ -74,7 +74,7 @@ class Membership:
         for column in range(1, words.shape[1]):
             folded = _mix(folded) ^ words[:, column]
         scores = _mix(_mix(folded)[:, None] ^ self._seeds[None, :])
-        return np.argsort(scores, axis=1, kind="stable")[:, : self.copies]
+        return np.argsort(scores, axis=1, kind="stable")[:, : self.holders]
 
     def owned_before(self, page_hashes: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Who may hold pages that their owners do not hold yet: [len(page_hashes), len(everyone)].

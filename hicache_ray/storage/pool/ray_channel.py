@@ -17,7 +17,7 @@ from hicache_ray.storage.pool.membership import Membership
 
 logger = logging.getLogger("hicache_ray.storage.pool.ray_channel")
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 DIRECTORY_PREFIX = "hicache-ray/pool"
 _KV_NAMESPACE = b"hicache-ray"
@@ -149,13 +149,13 @@ class PoolDirectory:
         return f"{self._prefix}{epoch:020d}".encode()
 
 
-def bounded(function: Callable[[], Result], timeout: float) -> Result:
+def bounded(function: Callable[[], _Result], timeout: float) -> _Result:
     """The result of a call into Ray that takes no timeout itself, in a thread that is left behind when it hangs.
 
     Raises:
         ChannelTimeout: it did not end in time. Else what it raises.
     """
-    future: Future[Result] = Future()
+    future: Future[_Result] = Future()
 
     def run() -> None:
         try:

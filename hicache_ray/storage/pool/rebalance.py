@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from hicache_ray.deadline import Deadline
 from hicache_ray.storage.pool.channel import ChannelError
-from hicache_ray.storage.pool.member import ActorAnswer, Member
+from hicache_ray.storage.pool.member import ActorAnswer, PoolMember
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.ray_channel import DirectoryConflict, bounded
 from hicache_ray.storage.pool.rebalance_plan import (
@@ -49,7 +49,7 @@ logger = logging.getLogger("hicache_ray.storage.pool.rebalance")
 
 RETRY_SECONDS = 1.0
 """Until pages are looked at again of which some could not be brought to where they belong; doubles up to the period."""
-POLL_SECONDS = 0.3
+SETTLE_POLL_SECONDS = 0.3
 LONGEST_REST = 1.0
 
 
@@ -87,7 +87,7 @@ class Rebalancer:
         self,
         name: str,
         service: ShardService,
-        connect: Callable[[str], Member],
+        connect: Callable[[str], PoolMember],
         directory: Directory,
         options: RebalanceOptions,
         *,
@@ -109,7 +109,7 @@ class Rebalancer:
         self._on_gone = on_gone
         self._clock = clock
         self._mover = PageMover(service.shard, options.call_timeout)
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, PoolMember] = {}
         self._wanted = threading.Event()
         service.on_membership = self._wanted.set
         self._stopped = threading.Event()
@@ -173,7 +173,7 @@ class Rebalancer:
         self._leave_for_good(membership)
         if not membership.settled and self._clean_epoch == membership.epoch:
             self._settle(membership)
-            return POLL_SECONDS
+            return SETTLE_POLL_SECONDS
         return max(0.0, min(self._next_look - self._clock(), self._options.period))
 
     def _run(self) -> None:
@@ -362,7 +362,7 @@ class PageMover:
         self._shard = shard
         self._call_timeout = call_timeout
 
-    def deliver(self, member: Member, epoch: int, pages: Sequence[HeldPage], *, displace: bool) -> Delivery:
+    def deliver(self, member: PoolMember, epoch: int, pages: Sequence[HeldPage], *, displace: bool) -> Delivery:
         """Bring pages to a member; see `Shard.offer` for `displace`. Ends at the first call that is not answered."""
         total = Delivery()
         for group in _groups(pages):
@@ -371,7 +371,7 @@ class PageMover:
                 break
         return total
 
-    def _deliver(self, member: Member, epoch: int, pages: list[HeldPage], displace: bool) -> Delivery:
+    def _deliver(self, member: PoolMember, epoch: int, pages: list[HeldPage], displace: bool) -> Delivery:
         """Of pages with one label and length."""
         length, label = pages[0].length, pages[0].label
         call = KeyCall(epoch, [page.key for page in pages], length, label)

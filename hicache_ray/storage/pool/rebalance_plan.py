@@ -49,7 +49,7 @@ class RebalanceOptions:
                 raise ValueError(f"{name} of re-balancing is {value}; use a number above 0")
 
 
-class Plan(NamedTuple):
+class MovePlan(NamedTuple):
     """Of some pages of one member.
 
     Attributes:
@@ -100,7 +100,7 @@ class BalanceReport(NamedTuple):
             raise ValueError(f"a report of {len(message)} bytes can't be read: {error}") from error
 
 
-def plan_of(membership: Membership, name: str, keys: Sequence[bytes]) -> Plan:
+def plan_of(membership: Membership, name: str, keys: Sequence[bytes]) -> MovePlan:
     """The plan for pages that the member of that name holds.
 
     Args:
@@ -113,7 +113,7 @@ def plan_of(membership: Membership, name: str, keys: Sequence[bytes]) -> Plan:
     own = members == name
     owned = np.asarray(targets[:, own].any(axis=1))
     targets[:, own] = False
-    return Plan(targets, owned)
+    return MovePlan(targets, owned)
 
 
 def keys_of_others(membership: Membership, name: str, keys: Sequence[bytes]) -> list[bytes]:

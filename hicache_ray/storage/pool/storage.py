@@ -12,11 +12,11 @@ from typing import ClassVar
 
 from hicache_ray.deadline import Deadline
 from hicache_ray.pages import Bytes, Pages
-from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
+from hicache_ray.storage.base import PageContext, Storage, StorageConfig
 from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.channel import ChannelError
 from hicache_ray.storage.pool.client import PoolClient
-from hicache_ray.storage.pool.member import Member
+from hicache_ray.storage.pool.member import PoolMember
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.options import RayPoolOptions, actor_name
 from hicache_ray.storage.pool.ray_channel import PoolDirectory, RayChannel, bounded
@@ -45,8 +45,8 @@ class RayPoolStorage(Storage):
         self._namespace = _join_ray(options)
         self._directory = PoolDirectory(options.pool, self._namespace)
         membership = self._read_directory()
-        # Two rounds of calls a write, one a replica for a read: each must have its share of the time.
-        rounds = membership.copies + 1
+        # A write makes two rounds of calls, a read one a holder: each round must have its share of the time.
+        rounds = membership.holders + 1
         self._call_timeout = min(options.call_timeout or config.timeout / rounds, config.timeout)
         self._prefix = bytes.fromhex(config.identity.digest)
         self._client = PoolClient(
@@ -61,14 +61,14 @@ class RayPoolStorage(Storage):
             member.attach(Deadline(config.timeout), wait=True)
 
     def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
-        hits = leading(self._client.exists(self._keys(hashes), Deadline(self.config.timeout)).tolist())
+        hits = self._client.lookup(self._keys(hashes), Deadline(self.config.timeout))
         self.counters.add(exists_calls=1, exists_asked=len(hashes), exists_hits=hits)
         return hits
 
     def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
         started = time.perf_counter()
         views = self._views(hashes, pages)
-        hits = leading(self._client.get(self._keys(hashes), views, Deadline(self.config.timeout)).tolist())
+        hits = self._client.load(self._keys(hashes), views, Deadline(self.config.timeout))
         size, seconds = sum(view.nbytes for view in views[:hits]), time.perf_counter() - started
         self.counters.add(get_calls=1, get_asked=len(hashes), get_hits=hits, get_bytes=size, get_seconds=seconds)
         return hits
@@ -79,7 +79,7 @@ class RayPoolStorage(Storage):
         if not self.config.is_writer:
             return len(hashes)
         label = namespace_label(context.namespace if context is not None else "")
-        stored = leading(self._client.set(self._keys(hashes), views, label, Deadline(self.config.timeout)).tolist())
+        stored = self._client.store(self._keys(hashes), views, label, Deadline(self.config.timeout))
         self.counters.add(set_calls=1, set_asked=len(hashes), set_seconds=time.perf_counter() - started)
         return stored
 
@@ -105,12 +105,12 @@ class RayPoolStorage(Storage):
         return self._client.membership
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[PoolMember]:
         """The members as this client sees them: their breakers and arenas."""
         return self._client.members
 
-    def _connect(self, name: str) -> Member:
-        return Member(
+    def _connect(self, name: str) -> PoolMember:
+        return PoolMember(
             name,
             RayChannel(actor_name(name), self._namespace, self._call_timeout),
             Breaker(self._options.refusal_seconds, max(5.0, self._options.refusal_seconds)),

@@ -15,7 +15,7 @@ from hicache_ray import faultpoints
 from hicache_ray.deadline import Deadline
 from hicache_ray.pages import Bytes
 from hicache_ray.storage.pool.channel import Pending
-from hicache_ray.storage.pool.member import ActorAnswer, Member
+from hicache_ray.storage.pool.member import ActorAnswer, PoolMember
 from hicache_ray.storage.pool.wire import Commit, Release, Reply
 from hicache_ray.storage.shard.grants import GRANTED, Flags
 
@@ -29,7 +29,7 @@ class WriteGrant:
         checksums: xxh3_64 of each copied page, to be filled in by who copies.
     """
 
-    def __init__(self, member: Member, reply: Reply, length: int, pages: Sequence[int]) -> None:
+    def __init__(self, member: PoolMember, reply: Reply, length: int, pages: Sequence[int]) -> None:
         granted = reply.grants[reply.grants["status"] == GRANTED]
         mapping = member.mapped(reply.arena_id)
         self._member = member
@@ -73,7 +73,7 @@ class ReadGrant:
         suspects: cells whose bytes were not those that were stored.
     """
 
-    def __init__(self, member: Member, answer: ActorAnswer, length: int, pages: Sequence[int]) -> None:
+    def __init__(self, member: PoolMember, answer: ActorAnswer, length: int, pages: Sequence[int]) -> None:
         granted = answer.reply.grants[answer.reply.grants["status"] == GRANTED]
         self._member = member
         self._lease = answer.reply.id

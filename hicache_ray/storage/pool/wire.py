@@ -18,8 +18,8 @@ WIRE_VERSION = 3
 OK, STALE, FAILED = 0, 1, 2
 """Status of a reply: done; refused, because the client's membership is older than the actor's; can't be done."""
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-Unsigned = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 
 
 _Message = TypeVar("_Message", bound="Message")
@@ -55,9 +55,9 @@ class KeyCall(Message, frozen=True):
         label: namespace label of pages to be written.
     """
 
-    epoch: Count
+    epoch: _Count
     keys: list[bytes]
-    length: Count = 0
+    length: _Count = 0
     label: bytes = b""
 
 
@@ -88,8 +88,8 @@ class Commit(Message, frozen=True):
         good: which of the granted pages were written.
     """
 
-    reservation: Unsigned
-    checksums: list[Unsigned]
+    reservation: _Unsigned
+    checksums: list[_Unsigned]
     good: list[bool]
 
     def __post_init__(self) -> None:
@@ -105,8 +105,8 @@ class Release(Message, frozen=True):
         suspects: cells of the lease whose bytes were not what was stored, for the reader.
     """
 
-    id: Unsigned
-    suspects: list[Unsigned] = []
+    id: _Unsigned
+    suspects: list[_Unsigned] = []
 
 
 class Reply(Message, frozen=True):
@@ -120,10 +120,10 @@ class Reply(Message, frozen=True):
         payload: flags or grants.
     """
 
-    status: Count
-    epoch: Count
-    arena_id: Unsigned
-    id: Unsigned = 0
+    status: _Count
+    epoch: _Count
+    arena_id: _Unsigned
+    id: _Unsigned = 0
     payload: bytes = b""
 
     @property
