@@ -40,17 +40,12 @@ def is_module_or_member(name: str) -> bool:
 
 
 def names_in(source: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.ImportFrom):
+    """What a module defines at its top, or imports, also for type checkers alone."""
+    tree = ast.parse(source.read_text())
+    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
             found.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            assigned = {target.id for target in node.targets if isinstance(target, ast.Name)}
-            found |= set(ast.literal_eval(node.value)) if "__all__" in assigned else assigned
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
     return found
 
 

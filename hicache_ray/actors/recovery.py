@@ -1,4 +1,4 @@
-"""Brings a group back after a rank died, hung or diverged: a new generation on which all ranks agree (docs/design.md 7).
+"""Brings a group back after a rank died, hung or diverged: a new generation all ranks agree on (docs/design.md 7).
 
     survey -> end what does not answer -> quiesce -> catalog of a survivor -> claims -> restore what all have -> join
 
