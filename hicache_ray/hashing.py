@@ -1,13 +1,11 @@
-"""Page hashes: the chained SHA-256 names of KV pages, seeded by a namespace.
+"""The names of KV pages: page hashes, which name tokens, and storage keys, which name bytes.
 
 The hash of a page is `SHA256(hash of the page before || the page's tokens as little-endian uint32)`, so it stands for
 the whole token path from the root. Without a namespace the hashes equal SGLang's (cases 1 to 8); a namespace seeds the
 chain, so nothing stored under one adapter, salt or tenant is ever found under another.
 
-Storage keys: which model, shard and byte order a stored page belongs to.
-
-A page hash names tokens; a storage key names bytes. Two things that differ in any field of `ModelIdentity` never share
-a storage key (cases 6, 8, 9, 10).
+A storage key adds which model, shard and byte order a stored page belongs to: two things that differ in any field of
+`ModelIdentity` never share one (case 6 and the ruling on 6, 8, 9, 10).
 """
 
 from __future__ import annotations
@@ -45,6 +43,7 @@ HASH_BYTES = 32
 """Length of a page hash and of a namespace seed."""
 
 TOKEN_BYTES = 4
+"""Bytes a token takes: a little-endian uint32."""
 MAX_TOKEN = 2**32 - 1
 
 _SEED_TAG = b"sglang-cache-namespace-v1"
@@ -95,6 +94,9 @@ def _tagged(tag: bytes, text: str) -> bytes:
     # surrogatepass: a lone surrogate in a request's salt is a name like any other, not an error.
     encoded = text.encode("utf-8", "surrogatepass")
     return tag + len(encoded).to_bytes(8, "little") + encoded
+
+
+# -- page hashes -------------------------------------------------------------------------------------------------------
 
 
 def page_hashes(
@@ -205,6 +207,8 @@ def event_id(page_hash: bytes) -> int:
     """The signed 64-bit integer that names a page in KV events: its first 8 bytes, big endian (case 7)."""
     return int.from_bytes(page_hash[:8], "big", signed=True)
 
+
+# -- storage keys ------------------------------------------------------------------------------------------------------
 
 DIGEST_CHARS = 32
 """Length of `ModelIdentity.digest` in hex characters (128 bits)."""

@@ -1,7 +1,4 @@
-"""What the index hands out: lookups, transfers to carry out, and where the pages are.
-
-Where the index tells what became of a node's pages (cases 62, 63).
-"""
+"""What goes into the index and comes out of it: its options, lookups, transfers, counts, and events (cases 62, 63)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Eviction strategies: in which order candidates go. The smallest key goes first, then the smallest `seq` (case 32).
+"""In which order nodes are evicted: the strategies, and the queue of a tier's candidates (docs/design.md 3).
 
-The eviction candidates of one tier, in the order of a strategy, updated as nodes change (docs/design.md 3).
+The node with the smallest key goes first, among equal keys the one with the smallest `seq` (case 32).
 """
 
 from __future__ import annotations
@@ -83,16 +83,17 @@ def register_eviction_policy(name: str, strategy: EvictionStrategy) -> None:
     _STRATEGIES[name] = strategy
 
 
+QueueEntry = tuple[Any, int, Node]
+"""(strategy key, seq, node)."""
+
 _SLACK = 64
 """Outdated entries a queue may hold whatever its size, so that small queues are not rebuilt all the time."""
 
-Entry = tuple[Any, int, Node]
-
 
 class CandidateQueue:
-    """A priority queue with lazy deletion.
+    """The nodes that may be evicted from one tier, updated as nodes change: a priority queue with lazy deletion.
 
-    An entry is (strategy key, seq, node). It is outdated once the node refers to another entry or to none; then it is
+    An entry is outdated once the node refers to another entry or to none; then it is
     dropped when it comes up. Most keys arrive in order (a leaf becomes a candidate right after it was used), so entries
     go to a sorted run and only the others to a heap: taking the next one costs O(1), at worst O(log n).
 
@@ -106,8 +107,8 @@ class CandidateQueue:
         self._key = strategy.key
         self._ascending = strategy.ascending
         self._is_candidate = is_candidate
-        self._run: deque[Entry] = deque()
-        self._heap: list[Entry] = []
+        self._run: deque[QueueEntry] = deque()
+        self._heap: list[QueueEntry] = []
         self._limit = _SLACK
 
     def offer(self, node: Node) -> None:
@@ -162,7 +163,7 @@ class CandidateQueue:
         self._heap.clear()
         self._limit = _SLACK
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[QueueEntry]:
         """All entries, outdated ones included, in no particular order; for audits."""
         yield from self._run
         yield from self._heap

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace, Tokens, bigram_units, token_bytes
-
-TOKEN_BYTES = 4
-"""Bytes a token takes in a key: little-endian uint32."""
+from hicache_ray.hashing import EMPTY_NAMESPACE, TOKEN_BYTES, Namespace, Tokens, bigram_units, token_bytes
 
 
 def page_bytes_of(page_size: int, bigram: bool) -> int:

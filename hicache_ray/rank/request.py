@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
+from hicache_ray.hashing import EMPTY_NAMESPACE, TOKEN_BYTES, Namespace
 from hicache_ray.index import Match
 from hicache_ray.pages import NO_PAGES
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
 from hicache_ray.rank.prefetch import Prefetch
-from hicache_ray.rank.step import NEXT_STEP, TOKEN_BYTES, Admit, StepRequest
+from hicache_ray.rank.step import NEXT_STEP, Admit, StepRequest
 
 
 class RequestError(ValueError):

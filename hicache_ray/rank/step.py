@@ -14,13 +14,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct, inspect
 
-from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
+from hicache_ray.hashing import EMPTY_NAMESPACE, TOKEN_BYTES, Namespace
 
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_RID = 1024
 """Most characters of a request id."""
-TOKEN_BYTES = 4
 
 NEXT_STEP = -1
 """As a step number: whichever step the group is at. With it several drivers may step one group."""
