@@ -134,7 +134,7 @@ def test_the_same_backend_with_other_options_is_refused_and_says_which_differ(
     group.attach("file", {"prefetch_threshold": 20}, prefetch_policy="timeout")
     _, policies = state(group)
     assert (policies["prefetch_policy"], policies["prefetch_threshold"]) == ("timeout", 20)
-    assert group.caches[0].backend_options == mine
+    assert group.caches[0].control.backend_options == mine
 
 
 def test_case_61_detach_twice_succeeds_and_policies_survive_it(group: LocalGroup, tmp_path: Path) -> None:
@@ -194,10 +194,12 @@ def test_an_attach_that_fails_on_one_rank_is_undone_on_all(group: LocalGroup, ba
     OneRankFailsLater.made = 0
     if backend == "one_rank_fails_later":
         for cache in group.caches:  # as if somebody detached between the preparation and the step
-            cache.stores.prepare = lambda ticket, name, options, make=cache.stores.make: make(name, options)
+            cache.control.stores.prepare = lambda ticket, name, options, make=cache.control.stores.make: make(
+                name, options
+            )
     refused(group, lambda: group.attach(backend, prefetch_policy="timeout"), "(no route to|is full)")
     assert all(cache.mover.storage_io is None for cache in group.caches)
-    assert not any(len(cache.stores) for cache in group.caches)
+    assert not any(len(cache.control.stores) for cache in group.caches)
     group.attach(BACKEND)
 
 
@@ -240,7 +242,7 @@ def test_clear_drops_what_is_in_l3(group: LocalGroup) -> None:
 def test_a_command_that_waits_in_vain_says_so_at_its_deadline(group: LocalGroup) -> None:
     group.attach(BACKEND)
     for cache in group.caches:
-        cache.is_idle = lambda: False
+        cache.prefetcher.is_idle = lambda: False
     with pytest.raises(ControlTimeout, match="flush still waits for transfers after 0.2 s"):
         group.flush(timeout=0.2)
 

@@ -166,7 +166,7 @@ class Lockstep:
         )
         cache = HiRadixCache(index, mover, policy, rank=rank, make_storage=lambda name, options: self.make_store(rank))
         if shape.storage:
-            cache.attach_backend("faulty", {})
+            cache.control.attach_backend("faulty", {})
         return cache
 
     def make_store(self, rank: int) -> FaultyStore:

@@ -22,7 +22,7 @@ from hicache_ray.rank.build import build_cache
 from hicache_ray.rank.cache import alone
 from hicache_ray.rank.engine import Rank, load_engine
 from hicache_ray.rank.progress import Progress
-from hicache_ray.rank.rejoin import Peer, Returning
+from hicache_ray.rank.rejoin import Peer, Rejoin
 from hicache_ray.rank.step import StepRequest
 
 _beside: Any = ray.method
@@ -67,7 +67,7 @@ class RankServer(Rank):
         cache = build_cache(spec.config, rank=spec.rank, storage_options=spec.storage)
         super().__init__(cache, load_engine(spec.engine, cache, spec.engine_options) if spec.engine else None)
         self.reduction: ReductionGroup | None = None
-        self.returning = Returning(self.cache)
+        self.rejoin = Rejoin(self.cache)
         self.joined = False
         self.events = KVEvents.of(self.cache, spec.config)
         service, _, group = spec.group.partition(":")
@@ -112,34 +112,34 @@ class RankServer(Rank):
     def quiesce(self, timeout: float) -> None:
         """Ends all requests and transfers of this rank; TimeoutError when one does not end in time."""
         faultpoints.reach("rank.quiesce")
-        self.returning.quiesce(timeout)
+        self.rejoin.quiesce(timeout)
 
     def settings(self) -> dict[str, Any]:
         """What was changed at run time."""
-        return self.cache.settings()
+        return self.cache.control.settings()
 
     def adopt(self, settings: dict[str, Any]) -> None:
         """Takes over another rank's `settings`."""
-        self.cache.adopt(settings)
+        self.cache.control.adopt(settings)
 
     def catalog(self) -> bytes:
         """This rank's host tier as a message."""
-        return self.returning.catalog()
+        return self.rejoin.catalog()
 
     def claim(self, catalog: bytes, peers: Sequence[Any], seconds: float) -> bytes:
         """Which pages of the catalog this rank has, one byte a page, after fetching what it can (`recover`)."""
         faultpoints.reach("rank.claim")
-        return self.returning.claim(catalog, [_peer(actor) for actor in peers], seconds)
+        return self.rejoin.claim(catalog, [_peer(actor) for actor in peers], seconds)
 
     @_beside(concurrency_group="peer")
     def pages(self, hashes: Sequence[bytes]) -> np.ndarray | None:
         """Bytes of pages this rank has in L2, for another rank's `claim`; None when one is missing."""
-        return self.returning.pages(hashes)
+        return self.rejoin.pages(hashes)
 
     def restore(self, catalog: bytes, retained: bytes) -> int:
         """Takes the retained pages as the new tree; returns its digest."""
         faultpoints.reach("rank.restore")
-        digest = self.returning.restore(catalog, retained)
+        digest = self.rejoin.restore(catalog, retained)
         if self.events is not None:
             self.events.begin()
         return digest

@@ -1,17 +1,21 @@
-"""Heavy check that tree, allocators and transfers of an index agree, page by page; for tests and audits."""
+"""Heavy checks that tree, allocators and transfers of an index agree, page by page; for tests and audits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from hicache_ray.hashing import page_hashes
 from hicache_ray.index.tiered import TieredIndex
-from hicache_ray.pages import Pages
+from hicache_ray.index.types import Ledger
+from hicache_ray.pages import NO_PAGES, Pages
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.integrity import check_tree
 from hicache_ray.radix.node import Node
+
+MAX_NAMED = 10
+"""Most page numbers that a message names."""
 
 
 def check_index(index: TieredIndex) -> None:
@@ -27,9 +31,49 @@ def check_index(index: TieredIndex) -> None:
         _check_hashes(index, nodes)
 
 
+def count_pages(index: TieredIndex, in_flight: Mapping[str, Pages]) -> dict[str, Ledger]:
+    """The ledger of both tiers by name ("device", "host"), counted as sets: a page that is lost or owned twice shows.
+
+    Args:
+        index: whose allocators and tree own pages.
+        in_flight: the pages of each tier that requests and transfers own.
+    """
+    nodes = list(index.tree.nodes())
+    in_tree = {
+        "device": _together([node.value for node in nodes if node.value is not None]),
+        "host": _together([node.host_value for node in nodes if node.host_value is not None]),
+    }
+    pools = {"device": index.device, "host": index.host}
+    return {name: _counted(pool, in_tree[name], in_flight[name]) for name, pool in pools.items()}
+
+
+def check_balance(ledgers: Mapping[str, Ledger]) -> None:
+    """Raises AssertionError naming the pages when a page is lost or owned twice."""
+    for pool, ledger in ledgers.items():
+        lost, doubled = ledger.lost[:MAX_NAMED], ledger.doubled[:MAX_NAMED]
+        assert ledger.balanced, f"{pool}: pages lost {lost}, owned twice {doubled}"
+
+
+def _counted(pool: PageAllocator, in_tree: Pages, in_flight: Pages) -> Ledger:
+    free = pool.free_list()
+    owners = np.bincount(np.concatenate([free, in_tree, in_flight]), minlength=pool.total)
+    return Ledger(
+        total=pool.total,
+        free=len(free),
+        in_tree=len(in_tree),
+        in_flight=len(in_flight),
+        lost=tuple(np.flatnonzero(owners == 0).tolist()),
+        doubled=tuple(np.flatnonzero(owners > 1).tolist()),
+    )
+
+
+def _together(parts: list[Pages]) -> Pages:
+    return np.concatenate(parts) if parts else NO_PAGES
+
+
 def _check_pool(name: str, pool: PageAllocator, values: list[Pages]) -> None:
     pool.check_integrity()
-    pages = np.concatenate(values) if values else np.empty(0, dtype=np.int64)
+    pages = _together(values)
     assert len(np.unique(pages)) == len(pages), f"{name}: a page is in the tree twice"
     assert pool.is_held(pages), f"{name}: a page of the tree is free"
 

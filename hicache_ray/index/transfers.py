@@ -35,6 +35,10 @@ class Transfers:
         self.loads: deque[Load] = deque()
         self.backups: deque[Backup] = deque()
 
+    def is_idle(self) -> bool:
+        """Whether none is in flight."""
+        return not (self.writes or self.loads or self.backups)
+
     def take_issued(self) -> list[Write | Load]:
         """Writes and loads issued since the last call, in order."""
         issued, self._issued = self._issued, []

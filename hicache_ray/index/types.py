@@ -146,19 +146,31 @@ class Backup(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """Where the pages of one tier are. The four always balance: free + in_tree + in_flight == total.
+    """Where the pages of one tier are. Nothing is wrong where they add up: free + in_tree + in_flight == total.
 
     Attributes:
         total: pages of the pool.
         free: pages in the allocator.
         in_tree: pages held by nodes.
         in_flight: pages handed out and not in the tree: owned by requests and transfers.
+        lost, doubled: pages that nobody owns, and those with more than one owner, where owners were counted.
     """
 
     total: int
     free: int
     in_tree: int
     in_flight: int
+    lost: tuple[int, ...] = ()
+    doubled: tuple[int, ...] = ()
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every page has exactly one owner."""
+        return not self.lost and not self.doubled
+
+    def as_dict(self) -> dict[str, int]:
+        """The four counts, for reports."""
+        return {"total": self.total, "free": self.free, "in_tree": self.in_tree, "in_flight": self.in_flight}
 
 
 @dataclass(slots=True)

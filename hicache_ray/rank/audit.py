@@ -1,108 +1,37 @@
-"""Where every page of a rank is, counted as sets: a page that is lost or owned twice has a number here.
-
-What one rank says about itself: its state at a glance, and an audit of everything that has to add up.
-"""
+"""What one rank says about itself: its state at a glance, and an audit of everything that has to add up."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from hicache_ray.index import TieredIndex
-from hicache_ray.index.integrity import check_index
-from hicache_ray.pages import NO_PAGES, Pages
-from hicache_ray.pools.allocator import PageAllocator
-
-if TYPE_CHECKING:
-    from hicache_ray.radix.node import Node
-    from hicache_ray.rank.cache import HiRadixCache
-
-
-MAX_NAMED = 10
-"""Most page numbers that a message names."""
-
-
-@dataclass(frozen=True)
-class PoolLedger:
-    """The pages of one tier. `free`, `in_tree` and `in_flight` are what was counted; they add up when nothing is wrong.
-
-    Attributes:
-        total, free, in_tree, in_flight: pages of the pool, in the allocator, held by nodes, owned by running requests
-            and transfers.
-        lost: pages that nobody owns.
-        doubled: pages with more than one owner.
-    """
-
-    total: int
-    free: int
-    in_tree: int
-    in_flight: int
-    lost: tuple[int, ...] = ()
-    doubled: tuple[int, ...] = ()
-
-    @property
-    def balanced(self) -> bool:
-        """Whether every page has exactly one owner."""
-        return not self.lost and not self.doubled
-
-    def check(self, pool: str) -> None:
-        """Raises AssertionError naming the pages when a page is lost or owned twice."""
-        assert self.balanced, f"{pool}: pages lost {self.lost[:MAX_NAMED]}, owned twice {self.doubled[:MAX_NAMED]}"
-
-    def as_dict(self) -> dict[str, int]:
-        """The four counts, for reports."""
-        return {"total": self.total, "free": self.free, "in_tree": self.in_tree, "in_flight": self.in_flight}
-
-
-def audit(index: TieredIndex, in_flight: Mapping[str, Pages]) -> dict[str, PoolLedger]:
-    """The ledger of both tiers by name ("device", "host"), from the allocators, the tree and what else owns pages."""
-    nodes = list(index.tree.nodes())
-    in_tree = {
-        "device": _together([node.value for node in nodes if node.value is not None]),
-        "host": _together([node.host_value for node in nodes if node.host_value is not None]),
-    }
-    pools = {"device": index.device, "host": index.host}
-    return {name: _ledger(pool, in_tree[name], in_flight[name]) for name, pool in pools.items()}
-
-
-def _together(parts: list[Pages]) -> Pages:
-    return np.concatenate(parts) if parts else NO_PAGES
-
-
-def _ledger(pool: PageAllocator, in_tree: Pages, in_flight: Pages) -> PoolLedger:
-    free = pool.free_list()
-    owners = np.bincount(np.concatenate([free, in_tree, in_flight]), minlength=pool.total)
-    return PoolLedger(
-        total=pool.total,
-        free=len(free),
-        in_tree=len(in_tree),
-        in_flight=len(in_flight),
-        lost=tuple(np.flatnonzero(owners == 0).tolist()),
-        doubled=tuple(np.flatnonzero(owners > 1).tolist()),
-    )
-
+from hicache_ray.index import Ledger
+from hicache_ray.index.integrity import MAX_NAMED, check_index
+from hicache_ray.radix.node import Node
+from hicache_ray.rank.cache import HiRadixCache
 
 ATTACHED, DRAINING, DETACHED = "attached", "draining", "detached"
 
 
 def status_of(cache: HiRadixCache) -> dict[str, Any]:
     """State of a rank under stable names; plain values, msgpack-able. Costs nothing that grows with the cache."""
-    index, settings = cache.index, cache.settings()
+    index, settings = cache.index, cache.control.settings()
     running = sum(request.running for request in cache.requests.values())
     return {
         "rank": cache.rank,
         "generation": cache.generation,
         "next_step": cache.next_step,
         "digest": index.tree.digest(),
-        "storage": {"backend": cache.backend_name, "state": _storage_state(cache), "options": settings["options"]},
+        "storage": {
+            "backend": cache.control.backend_name,
+            "state": _storage_state(cache),
+            "options": settings["options"],
+        },
         "policies": settings["policies"],
         "requests": {"running": running, "waiting": len(cache.requests) - running, "ids": list(cache.requests)},
         "in_flight": in_flight(cache),
-        "pages": {pool: ledger._asdict() for pool, ledger in index.ledger().items()},
+        "pages": {pool: ledger.as_dict() for pool, ledger in index.ledger().items()},
         "page_size": cache.page_size,
         "idle": cache.is_idle(),
     }
@@ -179,7 +108,7 @@ def _storage_state(cache: HiRadixCache) -> str:
     return ATTACHED if cache.prefetcher.enabled else DRAINING
 
 
-def _page_faults(ledgers: dict[str, PoolLedger]) -> list[str]:
+def _page_faults(ledgers: dict[str, Ledger]) -> list[str]:
     found = []
     for name, ledger in ledgers.items():
         if ledger.lost:

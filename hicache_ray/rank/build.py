@@ -69,9 +69,9 @@ def build_cache(
     options = parse_extra_config(config.hicache_storage_backend_extra_config)
     if storage is None and name is not None:
         storage = make_storage(name, {**options, **runtime})
-    cache.set_policies({"pass_prefix_keys": config.hicache_storage_pass_prefix_keys})
+    cache.control.set_policies({"pass_prefix_keys": config.hicache_storage_pass_prefix_keys})
     if storage is not None:
-        cache.attach_storage(storage, name or "", options=options)
+        cache.control.attach_storage(storage, name or "", options=options)
     return cache
 
 

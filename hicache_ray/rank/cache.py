@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hicache_ray import faultpoints
-from hicache_ray.config import prefetch_timeout_per_page
-from hicache_ray.index import Match, TieredIndex
-from hicache_ray.index.integrity import check_index
+from hicache_ray.index import Ledger, Match, TieredIndex
+from hicache_ray.index.integrity import check_balance, check_index, count_pages
 from hicache_ray.pages import NO_PAGES
 from hicache_ray.radix.key import Key
-from hicache_ray.rank.audit import PoolLedger, audit
-from hicache_ray.rank.control import carry_out
+from hicache_ray.rank.control import RankControl
 from hicache_ray.rank.mover import NO_LOAD, Mover
 from hicache_ray.rank.prefetch import Prefetcher, PrefetchPolicy
 from hicache_ray.rank.progress import Progress
@@ -41,12 +39,9 @@ from hicache_ray.rank.step import (
     StepAnswer,
     StepRequest,
 )
-from hicache_ray.storage.base import Storage
 from hicache_ray.storage.prepared import PreparedStores, StorageFactory
 
 logger = logging.getLogger("hicache_ray.rank.cache")
-
-TOKENS_PER_KI = 1024
 
 Reducer = Callable[[np.ndarray], np.ndarray]
 """MIN over all ranks of an int64 vector; every rank calls it once a step."""
@@ -76,7 +71,7 @@ class HiRadixCache:
         prefetch_policy: when to ask L3 and how long to wait.
         rank: this rank's number in its group.
         generation: number of the group's current incarnation.
-        make_storage: makes a backend by name and options, for `attach_backend`.
+        make_storage: makes a backend by name and options, for `control`.
     """
 
     def __init__(
@@ -94,11 +89,8 @@ class HiRadixCache:
         self.prefetcher = Prefetcher(index, mover, prefetch_policy)
         self.rank = rank
         self.generation = generation
-        self.backend_name: str | None = None
-        self.stores = PreparedStores(make_storage, mover.host_pool)
-        self._backend_options: dict[str, Any] = {}
-        self._pass_prefix_hashes = False
         self.requests: dict[str, Request] = {}
+        self.control = RankControl(self.prefetcher, self.requests, PreparedStores(make_storage, mover.host_pool))
         self.forward = Forward((), NO_LOAD)
         self.next_step = 0
         self._acknowledged = {"writes": 0, "loads": 0, "backups": 0}
@@ -108,11 +100,6 @@ class HiRadixCache:
     def page_size(self) -> int:
         """Tokens a page."""
         return self.index.page_size
-
-    @property
-    def backend_options(self) -> Mapping[str, Any]:
-        """What the attached backend was made from; empty where none is attached."""
-        return self._backend_options
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -155,7 +142,7 @@ class HiRadixCache:
             self.abort(rid)
         finished = tuple(self.finish(finish) for finish in request.finishes)
         chunked = tuple(self.chunk(chunk) for chunk in request.chunks)
-        controlled = tuple(carry_out(self, control) for control in request.controls)
+        controlled = tuple(self.control.carry_out(control) for control in request.controls)
         admitted = tuple(self.admit(admit) for admit in request.admits)
         polled = tuple(self.poll(rid) for rid in request.polls)
         scheduled = tuple(self.schedule(rid) for rid in request.schedules)
@@ -224,7 +211,12 @@ class HiRadixCache:
         return self._scheduled(request, match, len(prefix) - match.device_pages)
 
     def finish(self, finish: Finish) -> Finished:
-        """Ends a running request: its full pages enter the tree, what is a duplicate or fills no page is given back."""
+        """Ends a running request: its full pages enter the tree, what is a duplicate or fills no page is given back.
+
+        0         prefix_pages   inserted.prefix_pages    kept         len(request.pages)
+        |--- the tree's ---|-- duplicates --|-- enter the tree --|-- no whole page --|
+                           |<--- freed ---->|                    |<----- freed ----->|
+        """
         request = self.requests.pop(finish.rid)
         assert request.node is not None
         if not finish.insert:
@@ -243,7 +235,14 @@ class HiRadixCache:
         return Finished(finish.rid, kept * self.page_size, duplicates * self.page_size)
 
     def chunk(self, chunk: Chunk) -> Chunked:
-        """Lets others share the computed part of a running request; it counts no hit and begins no write (case 22)."""
+        """Lets others share the computed part of a running request; it counts no hit and begins no write (case 22).
+
+            0         prefix_pages   inserted.prefix_pages  key.pages    len(request.pages)
+            |--- the tree's ---|-- duplicates --|-- enter the tree --|-- the request's --|
+                               |<--- freed ---->|
+        after it, with the tree's pages in place of the duplicates:
+            |-------------------- the tree's, prefix_pages ----------|-- the request's --|
+        """
         request = self.requests[chunk.rid]
         assert request.node is not None and request.match is not None
         key = self.key(request.tokens[: chunk.computed_tokens], request)
@@ -276,61 +275,22 @@ class HiRadixCache:
         if request is not None and request.running:
             self._give_back(request)
 
-    # -- the store ---------------------------------------------------------------------------------------------------
-
-    def attach_storage(
-        self,
-        storage: Storage,
-        name: str = "",
-        *,
-        options: Mapping[str, Any] | None = None,
-        pass_prefix_hashes: bool | None = None,
-    ) -> None:
-        """Begins to use an L3; what the tree holds gets its page hashes (D5). RuntimeError when one is in use.
-
-        Args:
-            storage: the backend.
-            name: under which it is known.
-            options: it was made from, for a rank that joins later.
-            pass_prefix_hashes: tell it the hashes before the pages of a call; None: as before.
-        """
-        if pass_prefix_hashes is not None:
-            self._pass_prefix_hashes = pass_prefix_hashes
-        self.mover.attach(storage, pass_prefix_hashes=self._pass_prefix_hashes)
-        self.backend_name = name or type(storage).__name__
-        self._backend_options = dict(options or {})
-        self.index.enable_hashes()
-
-    def attach_backend(self, name: str, options: Mapping[str, Any], *, ticket: str | None = None) -> None:
-        """Begins to use a backend of that name, the prepared one of `ticket` or a new one.
-
-        Raises:
-            BackendError: it can't be had; nothing changed.
-        """
-        self.attach_storage(self.stores.take(name, options, ticket), name, options=options)
-
-    def detach_storage(self) -> bool:
-        """Stops using the L3; its operations must have ended. False when a call to it was left behind."""
-        self.backend_name, self._backend_options = None, {}
-        return self.mover.detach(self.prefetcher.policy.hard_limit)
-
     # -- what a user of one rank may ask -----------------------------------------------------------------------------
 
     def key(self, tokens: np.ndarray, owner: Admit | Peek | Request) -> Key:
         """The cache key of a token sequence in its owner's namespace; the tail that fills no page is cut (case 20)."""
         return Key.of(tokens, self.page_size, namespace=owner.namespace, bigram=self.index.bigram)
 
-    def ledger(self) -> dict[str, PoolLedger]:
+    def ledger(self) -> dict[str, Ledger]:
         """Where every page of L1 and L2 is: free, in the tree, or in flight (owned by a request or a transfer)."""
         running = [request.pages[request.prefix_pages :] for request in self.requests.values() if request.running]
         device = np.concatenate(running) if running else NO_PAGES
-        return audit(self.index, {"device": device, "host": self.prefetcher.in_flight_pages()})
+        return count_pages(self.index, {"device": device, "host": self.prefetcher.in_flight_pages()})
 
     def check_integrity(self) -> None:
         """Raises AssertionError when tree, allocators or ledger don't add up. Heavy: for tests and audits."""
         check_index(self.index)
-        for pool, ledger in self.ledger().items():
-            ledger.check(pool)
+        check_balance(self.ledger())
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank under stable names; plain numbers, msgpack-able."""
@@ -349,56 +309,12 @@ class HiRadixCache:
 
     def is_idle(self) -> bool:
         """Whether no transfer is in flight anywhere in this rank."""
-        transfers, prefetcher = self.index.transfers, self.prefetcher
-        busy = transfers.writes or transfers.loads or transfers.backups or prefetcher.active or prefetcher.closing
-        return not busy
+        return self.index.transfers.is_idle() and self.prefetcher.is_idle()
 
     def close(self) -> None:
         """Ends the background threads. May be called twice."""
         self.mover.close()
-        self.stores.close()
-
-    def settings(self) -> dict[str, Any]:
-        """What may have been changed at run time, for a rank that joins: policies, the attached store and its use."""
-        policy = self.prefetcher.policy
-        return {
-            "backend": self.backend_name,
-            "options": self._backend_options,
-            "in_use": self.prefetcher.enabled,
-            "policies": {
-                "write_policy": self.index.write_policy,
-                "prefetch_policy": policy.name,
-                "prefetch_threshold": policy.threshold,
-                "prefetch_timeout_base": policy.timeout_base,
-                "prefetch_timeout_per_ki_token": policy.timeout_per_page * TOKENS_PER_KI / self.page_size,
-                "pass_prefix_keys": self._pass_prefix_hashes,
-            },
-        }
-
-    def set_policies(self, policies: Mapping[str, Any]) -> None:
-        """Changes policies from now on, by the names of `control.POLICIES`; the values must have been checked."""
-        if "write_policy" in policies:
-            self.index.write_policy = policies["write_policy"]
-        per_token = policies.get("prefetch_timeout_per_ki_token")
-        self.prefetcher.change_policy(
-            name=policies.get("prefetch_policy"),
-            threshold=policies.get("prefetch_threshold"),
-            timeout_base=policies.get("prefetch_timeout_base"),
-            timeout_per_page=None if per_token is None else prefetch_timeout_per_page(self.page_size, per_token),
-        )
-        self._pass_prefix_hashes = policies.get("pass_prefix_keys", self._pass_prefix_hashes)
-        if self.mover.storage_io is not None:
-            self.mover.storage_io.pass_prefix_hashes = self._pass_prefix_hashes
-
-    def adopt(self, settings: Mapping[str, Any]) -> None:
-        """Takes over another rank's `settings`. ValueError when its store can't be had."""
-        wanted = (settings["backend"], settings["options"])
-        if wanted != (self.backend_name, self._backend_options):
-            self.detach_storage()
-            if settings["backend"] is not None:
-                self.attach_backend(*wanted)
-        self.prefetcher.enabled = settings["in_use"]
-        self.set_policies(settings["policies"])
+        self.control.stores.close()
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 

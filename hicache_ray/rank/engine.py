@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from hicache_ray.rank.audit import audit_of, status_of
 from hicache_ray.rank.cache import HiRadixCache
-from hicache_ray.rank.control import prepare_storage
 from hicache_ray.rank.progress import Progress
 from hicache_ray.rank.request import Forward
 from hicache_ray.rank.step import StepAnswer, StepRequest
@@ -107,11 +106,11 @@ class Rank:
 
     def prepare_storage(self, ticket: str, backend: str, options: dict[str, Any]) -> str:
         """Makes a storage backend for an attach to come; "" or why it can't be had. May run beside the steps."""
-        return prepare_storage(self.cache, ticket, backend, options)
+        return self.cache.control.prepare_storage(ticket, backend, options)
 
     def discard_storage(self, ticket: str) -> None:
         """Closes a backend that was prepared and will not be attached. May run beside the steps."""
-        self.cache.stores.discard(ticket)
+        self.cache.control.stores.discard(ticket)
 
     def close(self) -> None:
         """Ends the cache's threads and closes its store. May be called twice."""

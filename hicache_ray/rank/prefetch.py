@@ -22,6 +22,7 @@ import numpy as np
 from hicache_ray import faultpoints
 from hicache_ray.hashing import page_hashes
 from hicache_ray.index import Match, TieredIndex
+from hicache_ray.pages import NO_PAGES
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
 from hicache_ray.rank.l3 import Fetch
@@ -200,6 +201,10 @@ class Prefetcher:
         """Local progress of each prefetch in flight, in the order in which they began."""
         return tuple(self.policy.progress(prefetch) for prefetch in self.active.values())
 
+    def is_idle(self) -> bool:
+        """Whether no prefetch is in flight, and none that has ended is still being read."""
+        return not self.active and not self.closing
+
     @property
     def releases_done(self) -> int:
         """Closed prefetches whose read has really ended, cumulative, in order."""
@@ -221,7 +226,7 @@ class Prefetcher:
         """L2 pages owned by prefetches, for the ledger."""
         owned = [prefetch.host_pages for prefetch in self.active.values()]
         owned += [closing.host_pages for closing in self.closing]
-        return np.concatenate(owned) if owned else np.empty(0, dtype=np.int64)
+        return np.concatenate(owned) if owned else NO_PAGES
 
     def _refusal(self, key: Key, match: Match) -> str:
         if self.mover.storage_io is None or not self.enabled:

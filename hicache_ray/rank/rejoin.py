@@ -27,7 +27,7 @@ Peer = Callable[[Sequence[bytes]], np.ndarray | None]
 """Asks another rank for pages by hash: [n, page_bytes] uint8 in order, or None when it has not all of them."""
 
 
-class Returning:
+class Rejoin:
     """One rank on its way back into its group."""
 
     def __init__(self, cache: HiRadixCache) -> None:

@@ -137,6 +137,6 @@ def _settle(index: TieredIndex) -> None:
 
 def _ledger(indexes: list[TieredIndex]) -> dict[str, dict[str, int]]:
     return {
-        report_name: add_up(index.ledger()[name]._asdict() for index in indexes)
+        report_name: add_up(index.ledger()[name].as_dict() for index in indexes)
         for name, report_name in POOL_NAMES.items()
     }

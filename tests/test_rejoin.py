@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.index.catalog import Catalog, CatalogError, catalog_of
-from hicache_ray.rank.rejoin import Returning
+from hicache_ray.rank.rejoin import Rejoin
 from hicache_ray.rank.step import Finish
 from tests.test_cache_random import Driver
 from tests.whole_cache import Lockstep, Shape, admit
@@ -21,21 +21,21 @@ def recover(group: Lockstep, lost: int, *, peers: bool) -> np.ndarray:
     for worker in group.workers:
         worker.advance(worker.pending)
     group.caches[lost] = group._rank(lost)
-    returning = [Returning(cache) for cache in group.caches]
-    for rank in returning:
+    rejoining = [Rejoin(cache) for cache in group.caches]
+    for rank in rejoining:
         rank.quiesce(5.0)
-    survivor = returning[(lost + 1) % len(returning)]
-    for rank in returning:
+    survivor = rejoining[(lost + 1) % len(rejoining)]
+    for rank in rejoining:
         if rank is not survivor:
-            rank.cache.adopt(survivor.cache.settings())
+            rank.cache.control.adopt(survivor.cache.control.settings())
     catalog = survivor.catalog()
-    sources = [rank.pages for rank in returning if rank is not returning[lost]] if peers else []
+    sources = [rank.pages for rank in rejoining if rank is not rejoining[lost]] if peers else []
     masks = [
-        np.frombuffer(rank.claim(catalog, sources if rank is returning[lost] else [], 30.0), dtype=np.uint8)
-        for rank in returning
+        np.frombuffer(rank.claim(catalog, sources if rank is rejoining[lost] else [], 30.0), dtype=np.uint8)
+        for rank in rejoining
     ]
     retained = np.minimum.reduce(masks)
-    digests = {rank.restore(catalog, retained.tobytes()) for rank in returning}
+    digests = {rank.restore(catalog, retained.tobytes()) for rank in rejoining}
     assert len(digests) == 1
     for cache in group.caches:
         cache.begin_generation(cache.generation)
