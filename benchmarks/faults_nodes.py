@@ -36,9 +36,9 @@ from hicache_ray.actors.group import GroupOptions, TPGroup  # noqa: E402
 from hicache_ray.config import HiCacheConfig  # noqa: E402
 from hicache_ray.faults.chaos import tell_when_noticed  # noqa: E402
 from hicache_ray.rank.group import GroupError  # noqa: E402
-from hicache_ray.replay.driver import ENGINE  # noqa: E402
+from hicache_ray.replay.driver import ENGINE, settle  # noqa: E402
 from hicache_ray.service import Service  # noqa: E402
-from hicache_ray.testing.serving import ask, settle, wait_for  # noqa: E402
+from hicache_ray.testing.serving import ask, wait_for  # noqa: E402
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 PROMPTS = [np.arange(64, dtype="<u4") + 1000 * number for number in range(8)]

@@ -14,7 +14,8 @@ from hicache_ray.actors.group import TPGroup
 from hicache_ray.actors.storage_pool import StoragePool
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.faults.service import ServiceFaults
-from hicache_ray.testing.serving import ask, settle
+from hicache_ray.replay.driver import settle
+from hicache_ray.testing.serving import ask
 
 PROMPTS = [np.arange(24, dtype=np.uint32) + 100 * number for number in range(6)]
 

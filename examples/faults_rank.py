@@ -14,9 +14,9 @@ from hicache_ray.config import HiCacheConfig
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.faults.service import FaultRunner, ServiceFaults
 from hicache_ray.rank.group import GroupRestarted
-from hicache_ray.testing.serving import ask, settle
+from hicache_ray.replay.driver import ENGINE, settle
+from hicache_ray.testing.serving import ask
 
-ENGINE = "hicache_ray.replay.engine:SyntheticEngine"  # verifies the bytes of every cached page it uses
 CONFIG = HiCacheConfig(
     model_name="example",
     layers=2,
@@ -42,7 +42,7 @@ PLAN = FaultPlan.parse({"faults": [{"kind": "kill", "who": "rank 1", "point": "r
 def main() -> None:
     prompts = [np.arange(40, dtype=np.uint32) + 100 * number for number in range(10)]
     with hicache_ray.start(CONFIG, name="faults-rank") as service:
-        group = service.group(engine=ENGINE)
+        group = service.group(engine=ENGINE)  # verifies the bytes of every cached page it uses
         runner = FaultRunner(ServiceFaults(service, PLAN))
         runner.start()
         again = []

@@ -11,12 +11,13 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from faults_rank import CONFIG, ENGINE
+from faults_rank import CONFIG
 
 import hicache_ray
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.faults.service import FaultRunner, ServiceFaults
-from hicache_ray.testing.serving import ask, settle
+from hicache_ray.replay.driver import ENGINE, settle
+from hicache_ray.testing.serving import ask
 
 PLAN = """
 seed: 5

@@ -21,8 +21,8 @@ from hicache_ray.rank.group import DivergenceError
 from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.progress import DesyncError, Progress
 from hicache_ray.rank.step import Admit, Control, Finish
-from hicache_ray.replay.driver import ENGINE
-from hicache_ray.testing.serving import ask, settle
+from hicache_ray.replay.driver import ENGINE, settle
+from hicache_ray.testing.serving import ask
 from tests.manual import ManualLane
 from tests.ray_service import config
 from tests.test_cache_random import Driver, play

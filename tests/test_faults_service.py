@@ -18,9 +18,9 @@ from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.faults.service import FaultRunner, ServiceFaults, processes_of
 from hicache_ray.rank.group import GroupRestarted
 from hicache_ray.rank.step import Scheduled
-from hicache_ray.replay.driver import ENGINE
+from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service
-from hicache_ray.testing.serving import ask, settle, wait_for
+from hicache_ray.testing.serving import ask, wait_for
 from tests.ray_service import service
 
 pytestmark = pytest.mark.ray

@@ -24,13 +24,13 @@ from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.hashing import ModelIdentity, Namespace, page_hashes
 from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.step import Chunk, Control, Finish
-from hicache_ray.replay.driver import ENGINE
+from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.storage.file import format as file_format
 from hicache_ray.storage.file.storage import FileStorage
 from hicache_ray.storage.guard import ERRORS_IN_A_ROW
 from hicache_ray.storage.memory import drop_store
 from hicache_ray.testing.host_pages import NumpyHostPages, PageShape
-from hicache_ray.testing.serving import ask, settle, wait_for
+from hicache_ray.testing.serving import ask, wait_for
 from hicache_ray.testing.subject import StorageSubject
 from hicache_ray.testing.suite_base import page_names
 from tests.ray_service import config

@@ -16,9 +16,9 @@ from ray.cluster_utils import Cluster
 import hicache_ray
 from hicache_ray.actors.group import GroupOptions, TPGroup
 from hicache_ray.rank.group import GroupError
-from hicache_ray.replay.driver import ENGINE
+from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service
-from hicache_ray.testing.serving import ask, settle, wait_for
+from hicache_ray.testing.serving import ask, wait_for
 from tests.cluster import NODE, simulated_nodes
 from tests.ray_service import config
 

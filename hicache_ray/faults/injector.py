@@ -80,7 +80,10 @@ class PlanInjector:
             for number, fault in enumerate(plan.faults)
             if fault.can_hit(who) and not fault.outside
         ]
-        self._at = {point: [armed for armed in self._armed if armed.fault.is_at(point)] for point in faultpoints.POINTS}
+        self._at: dict[str, list[_Armed]] = {}
+        for armed in self._armed:
+            for point in armed.fault.places:
+                self._at.setdefault(point, []).append(armed)
 
     @property
     def counts(self) -> Counter[int]:

@@ -164,16 +164,17 @@ class PlannedFault:
             return self.times
         return 1 if self.every is None else 0
 
-    def is_at(self, point: str) -> bool:
-        """Whether it can happen at a point."""
+    @property
+    def places(self) -> list[str]:
+        """The points where it can happen."""
         pattern = self.point or usual_points(self.kind, self.who.role)
-        return fnmatchcase(point, pattern) and point in points_of(self.kind, self.who.role)
+        return [point for point in points_of(self.kind, self.who.role) if fnmatchcase(point, pattern)]
 
     def can_hit(self, one: Identity) -> bool:
         """Whether it is about that process, and can happen in it."""
         if not self.who.matches(one):
             return False
-        return self.outside or any(self.is_at(point) for point in points_of(self.kind, one.role))
+        return self.outside or not set(self.places).isdisjoint(points_of(self.kind, one.role))
 
     @classmethod
     def parse(cls, entry: Any) -> PlannedFault:
@@ -215,16 +216,12 @@ class PlannedFault:
             raise FaultPlanError(f"{self.kind}: probability is {self.probability}; give 0 to 1")
 
     def _check_place(self) -> None:
-        if self.outside:
+        if self.outside or self.places:
             return
-        pattern = self.point or usual_points(self.kind, self.who.role)
-        allowed = points_of(self.kind, self.who.role)
-        if not any(fnmatchcase(point, pattern) for point in allowed):
-            where = f"at {self.point!r}" if self.point else "anywhere"
-            hint = "unknown point" if self.point and not any(fnmatchcase(p, self.point) for p in POINTS) else "no place"
-            raise FaultPlanError(
-                f"{self.kind} of {self.who} can't happen {where} ({hint}); it can at {', '.join(allowed) or 'no point'}"
-            )
+        where = f"at {self.point!r}" if self.point else "anywhere"
+        hint = "unknown point" if self.point and not any(fnmatchcase(p, self.point) for p in POINTS) else "no place"
+        allowed = ", ".join(points_of(self.kind, self.who.role)) or "no point"
+        raise FaultPlanError(f"{self.kind} of {self.who} can't happen {where} ({hint}); it can at {allowed}")
 
 
 def _is_number(value: Any, least: int, whole: bool) -> bool:

@@ -15,10 +15,8 @@ import numpy as np
 from hicache_ray.deadline import wait_until
 from hicache_ray.rank.group import Group, GroupAnswer
 from hicache_ray.rank.step import Scheduled
-from hicache_ray.replay.driver import IDLE_SECONDS, Driver, DriveSettings, RequestSource, settle
+from hicache_ray.replay.driver import IDLE_SECONDS, Driver, DriveSettings, RequestSource
 from hicache_ray.replay.requests import ReplayRequest
-
-__all__ = ["DEADLINE_SECONDS", "WrongBytes", "ask", "settle", "wait_for"]
 
 DEADLINE_SECONDS = 60.0
 _numbers = itertools.count()
