@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hicache_ray.index import Backup
-from hicache_ray.pages import Pages
+from hicache_ray.pages import NO_PAGES, Pages
 from hicache_ray.rank.lanes import Worker
 from hicache_ray.storage.base import PageContext, Storage
 from hicache_ray.storage.guard import GuardedStorage
@@ -43,7 +43,7 @@ class Fetch:
 
     hashes: Sequence[bytes]
     prefix_hashes: Sequence[bytes] = ()
-    host_pages: Pages = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    host_pages: Pages = field(default_factory=lambda: NO_PAGES)
     cancelled: bool = False
     query_done: bool = False
     hit_pages: int = 0

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ray import faultpoints
-from hicache_ray.pages import Pages
+from hicache_ray.pages import NO_PAGES, Pages
 from hicache_ray.storage.base import PageContext, Storage, StorageStats
 from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.host_pages import HostPages
@@ -32,7 +32,6 @@ ERRORS_IN_A_ROW = 3
 """Failed calls, one after the other, that open the breaker. A call that hangs opens it at once."""
 
 READ, WRITE = "read", "write"
-_NO_PAGES: Pages = np.empty(0, dtype=np.int64)
 
 
 class GuardedStorage(Storage):
@@ -59,7 +58,7 @@ class GuardedStorage(Storage):
         self.backend.register_host_pool(pool)
 
     def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
-        return self._count("storage.lookup", hashes, _NO_PAGES, lambda: self.backend.lookup(hashes, context))
+        return self._count("storage.lookup", hashes, NO_PAGES, lambda: self.backend.lookup(hashes, context))
 
     def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
         self.pool_for(hashes, pages)
@@ -168,7 +167,7 @@ class GuardedStorage(Storage):
 class Call:
     """One call under way, and the host pages it touches. `answer` or `error` is set when `ended`."""
 
-    def __init__(self, function: Callable[[], Any], pages: Pages = _NO_PAGES) -> None:
+    def __init__(self, function: Callable[[], Any], pages: Pages = NO_PAGES) -> None:
         self.pages = pages.copy()
         self.answer: Any = None
         self.error: Exception | None = None
@@ -251,7 +250,7 @@ class CallThreads:
         """Pages of the given-up calls, each once, ascending."""
         with self._changed:
             held = [call.pages for call in self._left_behind]
-        return np.unique(np.concatenate(held)) if held else _NO_PAGES
+        return np.unique(np.concatenate(held)) if held else NO_PAGES
 
     def close(self) -> None:
         """End the threads without a call; the others end with theirs."""

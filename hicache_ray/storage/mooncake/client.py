@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -15,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from hicache_ray.deadline import Deadline
 from hicache_ray.hashing import ModelIdentity
-from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.host_pages import Span
 from hicache_ray.storage.mooncake.options import MooncakeOptions
 from hicache_ray.storage.registry import BackendError
@@ -52,7 +51,7 @@ class MooncakeConnection:
     def connect(self) -> None:
         """Connect if the store is there. BackendError when it is not and `check_server` asks for it."""
         options = self._client.options
-        deadline, pause = time.monotonic() + options.setup_timeout, threading.Event()
+        deadline, pause = Deadline(options.setup_timeout), threading.Event()
         while True:
             try:
                 with self.use():
@@ -62,7 +61,7 @@ class MooncakeConnection:
                 if not options.check_server:
                     logger.warning("%s: all its pages are misses until it is there", error)
                     return
-                if time.monotonic() > deadline:
+                if deadline.passed:
                     raise BackendError(f"{error}; waited {options.setup_timeout} s (setup_timeout)") from error
             pause.wait(0.2)
 
@@ -124,8 +123,6 @@ class MooncakeClient:
         self._store: Any = None
         self._spans: Counter[Span] = Counter()
         self._spans_lock = threading.Lock()
-        self._breaker = Breaker()
-        self._why_away = ""
         self._connecting = threading.Lock()
         self._store_class = import_store(timeout)
 
@@ -164,18 +161,8 @@ class MooncakeClient:
         if not self._connecting.acquire(blocking=False):
             raise StoreAway("the Mooncake store is being connected to")
         try:
-            if self._store is not None:
-                return
-            if not self._breaker.allows():
-                raise StoreAway(self._why_away)
-            try:
-                store = self._new_store()
-                self._take(store)
-                self._breaker.succeeded()
-            except (StoreAway, RuntimeError) as error:
-                self._why_away = str(error)
-                self._breaker.failed()
-                raise
+            if self._store is None:
+                self._take(self._new_store())
         finally:
             self._connecting.release()
 

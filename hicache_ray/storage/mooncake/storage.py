@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hicache_ray.deadline import Deadline
 from hicache_ray.pages import Pages
 from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
 from hicache_ray.storage.host_pages import HostPages, memory_span
@@ -161,11 +162,11 @@ class MooncakeStorage(Storage):
         return good
 
     def _wait_until_present(self, store: Any, hashes: Sequence[bytes]) -> list[bool]:
-        deadline = time.monotonic() + self.config.timeout / 2
+        deadline = Deadline(self.config.timeout / 2)
         seconds = 0.01
         while True:
             present = self._present(store, hashes)
-            if all(present) or time.monotonic() > deadline:
+            if all(present) or deadline.passed:
                 return present
             self._pause.wait(seconds)
             seconds = min(2 * seconds, 0.2)
