@@ -1,16 +1,13 @@
 """Re-balancing and repair in the background: each member of a pool brings the pages it holds to where they belong.
 
-A member looks at all its pages when it learns of a new membership, when it is asked to, when something was left undone,
-and once in a while. It offers each page to the other members that own it; those take what they lack. So joining,
-leaving, and the loss of a copy are one and the same work, which can be broken off and begun again anywhere.
+A member looks at all its pages when it learns of a new membership, when it is asked to, when the last look left
+something undone, and once in a while. It offers each page to the other members that should hold it, and these take the
+pages they lack. A join, a leave and the loss of a page are therefore one and the same work. It can be broken off and
+begun again at any point.
 
-While a change is under way nothing is given up: clients look at the former owners, too. When every member has nothing
-left to do, one of them publishes the settled membership; only who has learned of that gives up pages that other
-members own, and refuses clients that have not. Reading never waits for any of this.
-
-Brings pages from one shard to another member of the pool: offer, copy what it takes, commit.
-
-Everything may be done twice: what the other has by now is not copied again.
+While a change of the pool is under way, no page is given up: clients ask the former holders, too. When all members have
+nothing left to do, one of them publishes the settled membership. A member that has learned of it gives up the pages
+that only other members should hold, and refuses clients with an older membership. Reads never wait for any of this.
 """
 
 from __future__ import annotations
@@ -18,18 +15,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache_ray.deadline import Deadline
 from hicache_ray.storage.pool.channel import ChannelError
 from hicache_ray.storage.pool.member import ActorAnswer, PoolMember
 from hicache_ray.storage.pool.membership import Membership
+from hicache_ray.storage.pool.page_mover import PageMover
 from hicache_ray.storage.pool.ray_channel import DirectoryConflict, bounded
 from hicache_ray.storage.pool.rebalance_plan import (
     BalanceReport,
@@ -39,18 +35,18 @@ from hicache_ray.storage.pool.rebalance_plan import (
     plan_of,
 )
 from hicache_ray.storage.pool.service import ShardService
-from hicache_ray.storage.pool.transport import WriteGrant
-from hicache_ray.storage.pool.wire import OK, STALE, KeyCall, Offer, Reply
-from hicache_ray.storage.shard.grants import EXISTING, GRANTED, HeldPage
-from hicache_ray.storage.shard.page_copy import store_page
-from hicache_ray.storage.shard.shard import Shard
+from hicache_ray.storage.pool.wire import OK, Reply
+from hicache_ray.storage.shard.grants import HeldPage
 
 logger = logging.getLogger("hicache_ray.storage.pool.rebalance")
 
 RETRY_SECONDS = 1.0
-"""Until pages are looked at again of which some could not be brought to where they belong; doubles up to the period."""
+"""Seconds until the next look, after a look that could not bring every page to where it belongs. They double each time,
+up to the period."""
 SETTLE_POLL_SECONDS = 0.3
+"""Seconds between two questions whether the other members are done."""
 LONGEST_REST = 1.0
+"""Most seconds of rest after a step, beyond the rest that the rate asks for."""
 
 
 class Directory(Protocol):
@@ -65,7 +61,17 @@ class Directory(Protocol):
 
 @dataclass
 class _Look:
-    """One look at all pages."""
+    """One look at all pages of this member, under one membership.
+
+    Attributes:
+        number: of the look; the numbers of a member only grow.
+        keys: keys of the pages that other members should hold, hottest first.
+        may_displace: how many of the first keys may push other pages out where they arrive.
+        complete: whether nothing was left undone so far.
+        next: place in `keys` where the next step begins.
+        left: pages that some member did not take.
+        away: members that could not be reached.
+    """
 
     number: int
     membership: Membership
@@ -97,8 +103,8 @@ class Rebalancer:
     ) -> None:
         """Args:
         connect: makes the other member of that name; must not wait for it.
-        returned: this member was away, and may have lost its pages: the others are asked to look at theirs.
-        on_gone: called when the member has left the pool and nobody ended it.
+        returned: whether this member was away. It may have lost its pages, so it asks the others to look at theirs.
+        on_gone: called when this member has left the pool and nobody has ended it.
         """
         self._name = name
         self._service = service
@@ -114,7 +120,7 @@ class Rebalancer:
         service.on_membership = self._wanted.set
         self._stopped = threading.Event()
         self._look: _Look | None = None
-        # Above the numbers of this member's earlier processes: who waits for a number need not know of a restart.
+        # Above the numbers of this member's earlier processes: a driver that waits for a number may miss a restart.
         self._begun = self._finished = time.time_ns() // 1000
         self._clean_epoch = self._looked_epoch = -1
         self._next_look = 0.0
@@ -145,13 +151,13 @@ class Rebalancer:
         return Reply(OK, service.membership.epoch, service.shard.arena.arena_id, 0, self.report.pack()).pack()
 
     def request(self) -> int:
-        """Have all pages looked at; the number that a report's `finished` has to reach for that."""
+        """Ask for a look at all pages. It is done when the `finished` of a report has reached the returned number."""
         number = self._begun + 1
         self._wanted.set()
         return number
 
     def start(self) -> None:
-        """Go on in a thread of its own, until `stop`."""
+        """Do the work in a thread of its own, until `stop`."""
         threading.Thread(target=self._run, name="l3-rebalance", daemon=True).start()
 
     def stop(self) -> None:
@@ -160,7 +166,7 @@ class Rebalancer:
         self._wanted.set()
 
     def advance(self) -> float:
-        """Do one step; returns the seconds to rest before the next, unless one is asked for."""
+        """Do one step; returns how many seconds to rest before the next one, unless a look is asked for meanwhile."""
         membership = self._service.membership
         self._tell_the_others(membership)
         if self._look is not None and self._look.membership is not membership:
@@ -196,7 +202,7 @@ class Rebalancer:
         if self._looked_epoch == self._service.membership.epoch:
             self._learn_from_directory()
         membership, service = self._service.membership, self._service
-        # Before the keys are listed: a page that an old membership brought here may become visible any moment.
+        # Asked before the keys are listed: a page that an old membership brought here may become visible any moment.
         complete = service.stores_by_membership
         keys = keys_of_others(membership, self._name, service.shard.keys_by_use())
         may_displace = round(displacing_share(membership, self._name) * len(keys))
@@ -212,7 +218,7 @@ class Rebalancer:
         end = min(look.next + self._options.batch_pages, look.may_displace if displace else len(look.keys))
         copied_bytes = self._move(look, look.keys[look.next : end], displace=displace)
         look.next = end
-        # As long a rest as the work was: a copy by a client comes first.
+        # The rest is as long as the work was, because copies by clients come first.
         return max(copied_bytes / self._options.bytes_per_second, min(self._clock() - started, LONGEST_REST))
 
     def _move(self, look: _Look, keys: Sequence[bytes], *, displace: bool) -> int:
@@ -232,7 +238,7 @@ class Rebalancer:
         return copied_bytes
 
     def _bring(self, look: _Look, name: str, pages: Sequence[HeldPage], displace: bool) -> tuple[frozenset[bytes], int]:
-        """Keys of the pages that a member has now, and the bytes that were copied."""
+        """Offer pages to a member; the keys of the pages it has now, and the bytes that were copied."""
         if name in look.away:
             return frozenset(), 0
         delivery = self._mover.deliver(self._members[name], look.membership.epoch, pages, displace=displace)
@@ -254,7 +260,7 @@ class Rebalancer:
         self._retry = RETRY_SECONDS if look.complete else min(2 * self._retry, self._options.period)
 
     def _settle(self, membership: Membership) -> None:
-        """Publish the settled membership when all others have nothing left to do, too."""
+        """Publish the settled membership when all other members have nothing left to do, too."""
         others = [self._members[name] for name in membership.everyone if name != self._name]
         calls = [(member, member.start("balance")) for member in others]
         deadline = Deadline(self._options.call_timeout)
@@ -271,7 +277,7 @@ class Rebalancer:
         try:
             bounded(lambda: self._directory.publish(membership), self._options.call_timeout)
         except DirectoryConflict:
-            # Another member was first, or the pool was changed again.
+            # Another member published it first, or the pool was changed again.
             self._learn_from_directory()
             return
         logger.info("storage pool member %s: all pages are where they belong, epoch %d", self._name, membership.epoch)
@@ -297,7 +303,7 @@ class Rebalancer:
                 self._members[name] = self._connect(name)
 
     def _tell_the_others(self, membership: Membership) -> None:
-        """Once, that this member is back."""
+        """Tell the other members, once, that this member is back."""
         if self._returned:
             self._returned = False
             self._connect_to(membership)
@@ -322,110 +328,3 @@ def _is_done(answer: ActorAnswer | None, membership: Membership) -> bool:
         return False
     report = BalanceReport.unpack(answer.reply.payload)
     return report.clean and report.epoch == membership.epoch
-
-
-MOST_BYTES = 8 << 20
-"""Most bytes under way at once, unless one page has more."""
-
-
-class Delivery(NamedTuple):
-    """What came of pages that were offered to a member.
-
-    Attributes:
-        held: keys of those that it has now; for the others it has no room, unless not `answered`.
-        copied, copied_bytes: how many it did not have before.
-        answered: False when it is away or gave something up; it should be tried again then.
-        newer: a newer membership that it knows (packed), else empty.
-    """
-
-    held: frozenset[bytes] = frozenset()
-    copied: int = 0
-    copied_bytes: int = 0
-    answered: bool = True
-    newer: bytes = b""
-
-    def plus(self, other: Delivery) -> Delivery:
-        """Both together."""
-        return Delivery(
-            self.held | other.held,
-            self.copied + other.copied,
-            self.copied_bytes + other.copied_bytes,
-            self.answered and other.answered,
-            self.newer or other.newer,
-        )
-
-
-class PageMover:
-    """Moves pages of one shard. To be used by one thread."""
-
-    def __init__(self, shard: Shard, call_timeout: float) -> None:
-        self._shard = shard
-        self._call_timeout = call_timeout
-
-    def deliver(self, member: PoolMember, epoch: int, pages: Sequence[HeldPage], *, displace: bool) -> Delivery:
-        """Bring pages to a member; see `Shard.offer` for `displace`. Ends at the first call that is not answered."""
-        total = Delivery()
-        for group in _groups(pages):
-            total = total.plus(self._deliver(member, epoch, group, displace))
-            if not total.answered:
-                break
-        return total
-
-    def _deliver(self, member: PoolMember, epoch: int, pages: list[HeldPage], displace: bool) -> Delivery:
-        """Of pages with one label and length."""
-        length, label = pages[0].length, pages[0].label
-        call = KeyCall(epoch, [page.key for page in pages], length, label)
-        offer = Offer(call, [page.expires for page in pages], displace)
-        answer = member.finish(member.start("offer", offer.pack()), Deadline(self._call_timeout))
-        if answer is None:
-            return Delivery(answered=False)
-        if answer.reply.status == STALE:
-            return Delivery(answered=False, newer=answer.reply.payload)
-        status = answer.reply.grants["status"]
-        there = Delivery(_keys(pages, status == EXISTING))
-        granted = np.flatnonzero(status == GRANTED).tolist()
-        if not granted:
-            return there
-        return there.plus(self._copy(WriteGrant(member, answer.reply, length, granted), [pages[i] for i in granted]))
-
-    def _copy(self, grant: WriteGrant, pages: list[HeldPage]) -> Delivery:
-        lease, lent = self._shard.lend([page.key for page in pages])
-        suspects: list[int] = []
-        try:
-            found = {page.key: page for page in lent}
-            good = np.zeros(len(pages), np.bool_)
-            for k, page in enumerate(pages):
-                source = found.get(page.key)
-                # Another page of the key may have come since; its length decides whether it fits the cell.
-                if source is None or source.length != page.length:
-                    continue
-                grant.checksums[k] = store_page(grant.cells[k], self._shard.arena.data(source.offset, source.length))
-                good[k] = grant.checksums[k] == source.checksum
-                if not good[k]:
-                    suspects.append(source.cell)
-        finally:
-            self._shard.release(lease, suspects)
-        if not good.any():
-            grant.give_up()
-            return Delivery()
-        taken = grant.finish(grant.commit(good), Deadline(self._call_timeout)) & good
-        count = int(taken.sum())
-        complete = bool((taken == good).all())
-        return Delivery(_keys(pages, taken), count, count * pages[0].length, complete)
-
-
-def _groups(pages: Sequence[HeldPage]) -> Iterator[list[HeldPage]]:
-    """The pages in groups of one label and length, each of at most MOST_BYTES."""
-    # Stable: within a group the hottest stay first.
-    for (_, length), same in groupby(sorted(pages, key=_kind), _kind):
-        group, count = list(same), max(1, MOST_BYTES // length)
-        for start in range(0, len(group), count):
-            yield group[start : start + count]
-
-
-def _kind(page: HeldPage) -> tuple[bytes, int]:
-    return page.label, page.length
-
-
-def _keys(pages: Sequence[HeldPage], which: npt.NDArray[np.bool_]) -> frozenset[bytes]:
-    return frozenset(pages[i].key for i in np.flatnonzero(which).tolist())

@@ -1,7 +1,7 @@
-"""Which pages a member of a pool has to bring to which others, and what it says about its progress. Nothing moves here.
+"""Which pages a member of a pool has to bring to which other members, and its reports. Nothing moves here.
 
-A page belongs to its owners under the membership. A member that holds a page brings it to each other owner, and gives
-it up when it is no owner itself and no client will ask it any more (the membership is settled).
+A page belongs to its owners under the membership. A member that holds a page brings it to each other owner. It gives
+the page up when it is no owner itself and no client will ask it any more, which is when the membership is settled.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class RebalanceOptions:
 
 
 class MovePlan(NamedTuple):
-    """Of some pages of one member.
+    """Where some pages of one member belong.
 
     Attributes:
-        targets: [pages, members], who else should hold each page.
-        owned: [pages], whether this member should.
+        targets: [pages, members], whether that other member should hold the page.
+        owned: [pages], whether this member should hold it.
     """
 
     targets: Flags
@@ -129,10 +129,10 @@ def keys_of_others(membership: Membership, name: str, keys: Sequence[bytes]) -> 
 
 
 def displacing_share(membership: Membership, name: str) -> float:
-    """The share of a member's pages, hottest first, for which others may evict their coldest.
+    """The share of a member's pages, hottest first, for which other members may evict their coldest pages.
 
-    One that leaves takes its room along: all pages together lose the coldest, not the leaving member its own. One that
-    stays moves pages into free room only, or full pools would never come to rest.
+    A member that leaves takes its room along. The pool then loses the coldest of all its pages, not just the pages of
+    the leaving member. A member that stays moves pages into free room only, or full pools would never come to rest.
     """
     leaving = name in membership.everyone and name not in membership.members
     return len(membership.members) / len(membership.everyone) if leaving else 0.0
