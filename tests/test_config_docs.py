@@ -49,3 +49,13 @@ def test_every_option_has_its_row(field):
 def test_no_row_is_left_of_an_option_that_is_gone():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `") and line.count(" | ") == 3]
     assert sorted(line.split("`")[1] for line in rows) == sorted(OPTIONS)
+
+
+def test_every_short_name_is_told() -> None:
+    section = PAGE.read_text().partition("## Short names")[2].partition("\n## ")[0]
+    told: dict[str, str] = {}
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            names, aliases = (cell.replace("`", "").split(", ") for cell in line.strip("| ").split(" | "))
+            told.update(zip(names, aliases, strict=True))
+    assert told == {name: option.alias for name, option in OPTIONS.items() if option.alias}
