@@ -16,6 +16,7 @@ from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.layouts import KVSpec
 from hicache_ray.pools.memory import host_pages
 from hicache_ray.rank.cache import HiRadixCache
+from hicache_ray.rank.l3 import BATCH_PAGES
 from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.prefetch import PrefetchPolicy
 from hicache_ray.storage.base import Storage, StorageConfig
@@ -135,6 +136,4 @@ def prefetch_policy(config: HiCacheConfig, pool: DevicePool, host: HostPool) -> 
 
 def hard_limit(config: HiCacheConfig, pages: int) -> float:
     """Seconds after which a prefetch ends under every policy: each of its storage calls may take its whole timeout."""
-    from hicache_ray.rank.l3 import BATCH_PAGES
-
     return config.storage_timeout * (2 + 2 * (pages // BATCH_PAGES))

@@ -318,12 +318,16 @@ class HiRadixCache:
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 
-    def drain_alone(self) -> None:
-        """Applies this rank's own progress, as if all ranks had reached it, and begins nothing new (recovery)."""
+    def drain_alone(self) -> bool:
+        """Applies this rank's own progress, as if all ranks had reached it, and begins nothing new (a rejoin).
+
+        True when nothing is in flight any more.
+        """
         enabled, self.prefetcher.enabled = self.prefetcher.enabled, False
         self._apply_progress(self.collect())
         self.mover.begin(self.index.transfers.take_issued())
         self.prefetcher.enabled = enabled
+        return self.is_idle()
 
     def replace_index(self, index: TieredIndex) -> None:
         """Goes on with another control half; this rank must be idle and have no requests."""

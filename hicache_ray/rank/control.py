@@ -129,24 +129,14 @@ class RankControl:
 
     # -- the store ---------------------------------------------------------------------------------------------------
 
-    def attach_storage(
-        self,
-        storage: Storage,
-        name: str = "",
-        *,
-        options: Mapping[str, Any] | None = None,
-        pass_prefix_hashes: bool | None = None,
-    ) -> None:
+    def attach_storage(self, storage: Storage, name: str = "", *, options: Mapping[str, Any] | None = None) -> None:
         """Begins to use an L3; what the tree holds gets its page hashes (D5). RuntimeError when one is in use.
 
         Args:
             storage: the backend.
             name: under which it is known.
             options: it was made from, for a rank that joins later.
-            pass_prefix_hashes: tell it the hashes before the pages of a call; None: as before.
         """
-        if pass_prefix_hashes is not None:
-            self._pass_prefix_hashes = pass_prefix_hashes
         self.mover.attach(storage, pass_prefix_hashes=self._pass_prefix_hashes)
         self.backend_name = name or type(storage).__name__
         self._backend_options = dict(options or {})

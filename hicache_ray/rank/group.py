@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from hicache_ray.config.extra import PREFETCH_KEYS, parse_extra_config
+from hicache_ray.deadline import Deadline, wait_until
 from hicache_ray.rank.control import DONE, DRAINING, REFUSED, ControlRefused, ControlTimeout, checked_policies
 from hicache_ray.rank.step import (
     NEXT_STEP,
@@ -33,8 +33,6 @@ logger = logging.getLogger("hicache_ray.group")
 
 CONTROL_TIMEOUT = 60.0
 """Seconds within which a command has to be through, what it waits for included."""
-
-POLL_SECONDS = 0.01
 
 
 class GroupError(RuntimeError):
@@ -239,7 +237,7 @@ class Group:
         """
         chosen, given = _options(options, policies)
         ticket = secrets.token_hex(8)
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         refusals = self.exchange.call("prepare_storage", ticket, backend, chosen, timeout=timeout)
         if any(refusals):
             self.exchange.call("discard_storage", ticket)
@@ -247,14 +245,14 @@ class Group:
         try:
             self._carry(
                 Control("attach", {"backend": backend, "options": chosen, "ticket": ticket, "hold": True}),
-                deadline - time.monotonic(),
+                deadline.remaining(),
             )
         except ControlRefused as refused:
             self.exchange.call("discard_storage", ticket)
             if refused.partly:
                 self._carry(Control("detach"), CONTROL_TIMEOUT)
             raise
-        return self._carry(Control("resume", given), deadline - time.monotonic())
+        return self._carry(Control("resume", given), deadline.remaining())
 
     def detach(self, *, timeout: float = CONTROL_TIMEOUT) -> str:
         """Stops using L3; what is in flight to it ends first. Policies stay, also for the next attach. Done also when
@@ -326,22 +324,28 @@ class Group:
 
     def _carry(self, control: Control, timeout: float) -> str:
         """Sends a command until no rank waits any more; returns the ranks' note."""
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                answers = [answer[0] for answer in self.step(controls=[control]).controlled]
-            except GroupRestarted as restarted:
-                logger.info("group %s: %s again: %s", self.name, control.name, restarted)
-                answers = [[DRAINING, ""]]
-            states = {state for state, _ in answers}
-            if REFUSED in states:
-                refusals = [text for state, text in answers if state == REFUSED]
-                raise ControlRefused(_one(refusals), partly=DONE in states)
-            if DRAINING not in states:
-                return next((text for _, text in answers if text), "")
-            if time.monotonic() > deadline:
-                raise ControlTimeout(f"group {self.name}: {control.name} still waits for transfers after {timeout:g} s")
-            threading.Event().wait(POLL_SECONDS)
+        answers: list[Any] = []
+
+        def is_through() -> bool:
+            answers[:] = self._answers(control)
+            return all(state != DRAINING for state, _ in answers)
+
+        if not wait_until(is_through, timeout):
+            raise ControlTimeout(f"group {self.name}: {control.name} still waits for transfers after {timeout:g} s")
+        return next((text for _, text in answers if text), "")
+
+    def _answers(self, control: Control) -> list[Any]:
+        """The ranks' answers to a command. ControlRefused when one refuses."""
+        try:
+            answers = [answer[0] for answer in self.step(controls=[control]).controlled]
+        except GroupRestarted as restarted:
+            logger.info("group %s: %s again: %s", self.name, control.name, restarted)
+            return [[DRAINING, ""]]
+        states = {state for state, _ in answers}
+        if REFUSED in states:
+            refusals = [text for state, text in answers if state == REFUSED]
+            raise ControlRefused(_one(refusals), partly=DONE in states)
+        return answers
 
     def _rebuild(self, error: GroupError) -> NoReturn:
         """Has the group rebuilt and raises GroupRestarted; where nobody does that the group stays broken."""

@@ -1,11 +1,9 @@
-"""One prefetch, L3 to L2: its life, and when a waiting request may stop waiting for it (cases 41 to 51).
+"""Prefetches of one rank, L3 to L2: begun at admission, moved on by agreed progress, ended once (cases 41 to 53).
 
     queried?  --agreed hits >= threshold-->  reading  --all read, or ended by policy-->  attached
         `-- fewer: revoked                        (pages not yet read stay owned until the read has really ended)
 
 The control half moves on agreed numbers only; the IO threads write the few fields marked as theirs.
-
-Prefetches in flight on one rank: begun at admission, moved on by agreed progress, ended once (cases 41 to 53).
 """
 
 from __future__ import annotations
@@ -28,6 +26,13 @@ from hicache_ray.radix.node import Node
 from hicache_ray.rank.l3 import Fetch
 from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.progress import PrefetchProgress
+
+STARTED = "started"
+NO_STORAGE = "no_storage"
+NOT_BACKED = "not_backed"
+SHORT = "short"
+RATE_LIMITED = "rate_limited"
+"""Whether a prefetch begins, or why it does not: the `prefetch` of `Admitted`."""
 
 
 class Stage(enum.Enum):
@@ -112,13 +117,6 @@ class PrefetchPolicy:
             can_terminate=self.can_terminate(prefetch),
             terminated=prefetch.cancelled,
         )
-
-
-STARTED = "started"
-NO_STORAGE = "no_storage"
-NOT_BACKED = "not_backed"
-SHORT = "short"
-RATE_LIMITED = "rate_limited"
 
 
 class Closing(NamedTuple):

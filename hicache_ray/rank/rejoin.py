@@ -6,22 +6,14 @@ they hold or can get, and all restore the part that every rank has. Pages live o
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hicache_ray.deadline import Deadline, wait_until
 from hicache_ray.index.catalog import Catalog, Mask, catalog_of, host_pages_by_hash, restored
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.l3 import BATCH_PAGES
-
-logger = logging.getLogger("hicache_ray.rank.rejoin")
-
-POLL_SECONDS = 0.01
-_POLL = threading.Event()
-"""Never set: what is waited for ends in threads that know nothing of this one."""
 
 Peer = Callable[[Sequence[bytes]], np.ndarray | None]
 """Asks another rank for pages by hash: [n, page_bytes] uint8 in order, or None when it has not all of them."""
@@ -40,20 +32,14 @@ class Rejoin:
         Raises:
             TimeoutError: a transfer did not end within `timeout` seconds; the rank's process has to be replaced.
         """
-        deadline = time.monotonic() + timeout
         cache = self.cache
         for rid in list(cache.requests):
             cache.abort(rid)
         cache.prefetcher.cancel_all()
         if not cache.mover.settle(timeout):
             raise TimeoutError(f"copies between L1 and L2 did not end within {timeout:g} s")
-        while True:
-            cache.drain_alone()
-            if cache.is_idle():
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"storage calls did not end within {timeout:g} s")
-            _POLL.wait(POLL_SECONDS)
+        if not wait_until(cache.drain_alone, timeout):
+            raise TimeoutError(f"storage calls did not end within {timeout:g} s")
         self._pages = host_pages_by_hash(cache.index)
 
     def catalog(self) -> bytes:
@@ -68,13 +54,13 @@ class Rejoin:
             TimeoutError: a storage call was given up and may still touch L2; the rank's process has to be replaced.
         """
         catalog = Catalog.unpack(message)
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         at = 0
         for entry in catalog.entries:
             wanted = catalog.hashes[at : at + entry.pages]
             at += entry.pages
             missing = [page_hash for page_hash in wanted if page_hash not in self._pages]
-            if missing and time.monotonic() < deadline:
+            if missing and not deadline.passed:
                 self._fetch(missing, peers)
         io = self.cache.mover.storage_io
         if io is not None and io.storage.given_up:

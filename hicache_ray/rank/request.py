@@ -1,12 +1,12 @@
-"""A request as one rank knows it, from admission to its end.
+"""A request as one rank knows it, from admission to its end, and which steps its state allows.
 
-Whether a step can be done: looked at before the reduction, alike on every rank, so that nothing is half applied.
+Whether a step can be done is looked at before the reduction, alike on every rank, so that nothing is half applied.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,8 +95,8 @@ def _check_named_once(request: StepRequest) -> None:
     """A request may end, or go on, once a step; what ends may only be admitted again."""
     ended = [*request.aborts, *(finish.rid for finish in request.finishes)]
     _once("aborts and finishes", ended)
-    _once("admits", (admit.rid for admit in request.admits))
-    _once("chunks", (chunk.rid for chunk in request.chunks))
+    _once("admits", [admit.rid for admit in request.admits])
+    _once("chunks", [chunk.rid for chunk in request.chunks])
     _once("polls", request.polls)
     _once("schedules", request.schedules)
     admitted = {admit.rid for admit in request.admits}
@@ -110,9 +110,9 @@ def _check_named_once(request: StepRequest) -> None:
             raise RequestError(f"{name}: request {rid!r} ends in the same step")
 
 
-def _once(name: str, rids: Iterable[str]) -> None:
-    for rid, times in Counter(rids).items():
-        if times > 1:
+def _once(name: str, rids: Sequence[str]) -> None:
+    if len(set(rids)) < len(rids):
+        for rid, times in Counter(rids).most_common(1):
             raise RequestError(f"{name}: request {rid!r} is named {times} times in one step; name it once")
 
 
