@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.hashing import Namespace, token_bytes
+from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
+from hicache_ray.rank.group import GroupAnswer
 from hicache_ray.rank.local_group import LocalGroup
-from hicache_ray.rank.step import Admit, Finish
-from hicache_ray.replay.driver import ENGINE
+from hicache_ray.rank.step import Scheduled
+from hicache_ray.replay.driver import ENGINE, Driver, DriveSettings, RequestSource, settle
 from hicache_ray.replay.engine import SyntheticEngine
+from hicache_ray.replay.requests import ReplayRequest
 from hicache_ray.storage.memory import BACKEND, drop_store, open_store
 
 PAGE = 4
 PROMPT = np.arange(50, 91, dtype=np.uint32)
 """41 tokens: 10 whole pages and a token to compute."""
-STEPS = 2000
 
 
 @pytest.fixture
@@ -40,26 +41,17 @@ def group_of(store: str, **options: object) -> LocalGroup:
     return LocalGroup.create(config, engine=ENGINE, storage_options={"store": store})
 
 
-def settle(group: LocalGroup) -> None:
-    for _ in range(STEPS):
-        if all(rank["idle"] for rank in group.step().engine):
-            return
-    raise AssertionError("transfers did not end")
-
-
-def serve(group: LocalGroup, rid: str, prompt: np.ndarray = PROMPT, output: int = 9) -> tuple[dict[str, int], object]:
-    """Runs one request to its end: (engine counters of rank 0, the Scheduled row)."""
-    answer = np.arange(7000, 7000 + output, dtype=np.uint32)
-    group.step(admits=[Admit(rid, token_bytes(prompt), max_new_tokens=output)])
-    for _ in range(STEPS):
-        if group.step(polls=[rid]).polled[0].ready:
-            break
-    for _ in range(STEPS):
-        step = group.step(schedules=[rid])
-        if step.scheduled[0].ok:
-            break
-    group.step(finishes=[Finish(rid, token_bytes(answer))])
-    return step.engine[0], step.scheduled[0]
+def serve(
+    group: LocalGroup, rid: str, prompt: np.ndarray = PROMPT, output: int = 9, namespace: Namespace = EMPTY_NAMESPACE
+) -> tuple[dict[str, int], Scheduled]:
+    """Runs one request to its end, `output` tokens of whose answer have KV: (engine counters of rank 0, its row)."""
+    answers: list[GroupAnswer] = []
+    request = ReplayRequest(rid, prompt, np.arange(7000, 7001 + output, dtype=np.uint32), namespace)
+    driver = Driver(group, RequestSource([request]), DriveSettings(stall_seconds=60.0), answered=answers.append)
+    while driver.busy:
+        driver.advance()
+    (scheduled,) = (answer for answer in answers if answer.scheduled and answer.scheduled[0].ok)
+    return scheduled.engine[0], scheduled.scheduled[0]
 
 
 def evict_l1(group: LocalGroup) -> None:
@@ -132,13 +124,9 @@ def test_a_wrong_page_in_a_store_without_checksums_is_seen(store: str) -> None:
 def test_namespaces_share_nothing_and_pass(store: str) -> None:
     group = group_of(store, l1_tokens=256)
     for rid, tenant in (("a", "x"), ("b", "y"), ("c", "x")):
-        group.step(admits=[Admit(rid, token_bytes(PROMPT), Namespace(tenant=tenant))])
-        while not group.step(polls=[rid]).polled[0].ready:
-            pass
-        step = group.step(schedules=[rid])
-        group.step(finishes=[Finish(rid)])
-        assert step.scheduled[0].device_tokens == (40 if rid == "c" else 0)
-        assert step.engine[0]["pages_mismatched"] == 0
+        counters, row = serve(group, rid, namespace=Namespace(tenant=tenant))
+        assert row.device_tokens == (40 if rid == "c" else 0)
+        assert counters["pages_mismatched"] == 0
     group.stop()
 
 
