@@ -128,6 +128,10 @@ def test_a_run_that_does_not_come_on_ends_with_the_reason() -> None:
         drive([ScriptedGroup(room=lambda rid, running: False)], iter([request("r0")]), SETTINGS)
 
 
+def test_a_replay_stalls_after_a_minute_unless_told_otherwise() -> None:
+    assert DriveSettings().stall_seconds == 60.0
+
+
 def test_settling_ends_or_says_so() -> None:
     settle(ScriptedGroup())
     busy = ScriptedGroup()

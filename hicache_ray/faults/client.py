@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -74,7 +75,9 @@ class ChaosClient(threading.Thread):
         self._stepped = stepped
         self._step_began = 0.0
         self._gone = threading.Event()
-        settings = DriveSettings(concurrency=concurrency, in_flight=concurrency, attempts=REQUEST_ATTEMPTS)
+        settings = DriveSettings(
+            concurrency=concurrency, in_flight=concurrency, attempts=REQUEST_ATTEMPTS, stall_seconds=math.inf
+        )
         self._driver = Driver(group, source, settings, tally=self.outcomes, answered=self._answered)
 
     @property

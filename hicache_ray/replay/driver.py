@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -109,7 +108,7 @@ class DriveSettings:
     concurrency: int = 4
     in_flight: int | None = None
     attempts: int | None = None
-    stall_seconds: float = math.inf
+    stall_seconds: float = 60.0
 
 
 @dataclass
