@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ray.storage.file.storage import FileOptions
+from hicache_ray.storage.file.options import FileOptions
 from hicache_ray.storage.mooncake import options as mooncake_options
 from hicache_ray.storage.pool.options import RayPoolOptions
 

@@ -1,7 +1,7 @@
 """Backends of other packages, named by module and class in the options, as SGLang's `dynamic` backend does.
 
-A class is either one of ours (a subclass of `Storage` or `PageStorage`, made from a StorageConfig) or one
-written for SGLang (made as `cls(storage_config, {})`, reached through `SGLangClassStorage`).
+A class is either one of ours (a subclass of `Storage` or `PageStorage`, made from a StorageConfig) or one written for
+SGLang (made as `cls(storage_config, {})`, reached through `SGLangClassStorage`).
 """
 
 from __future__ import annotations

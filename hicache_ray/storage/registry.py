@@ -1,6 +1,7 @@
-"""Names of L3 backends and how each is made. A backend's module is imported only when the backend is asked for.
+"""Names of L3 backends and how each is made, from its options or from a URL. A backend's module is imported only when
+the backend is asked for.
 
-Storage URLs: an L3 backend and its options in one word, for command lines.
+A storage URL is a backend and its options in one word, for command lines:
 
 | URL | backend |
 |---|---|

@@ -1,7 +1,4 @@
-"""Which page files there are, in order of use, and how many bytes they may take.
-
-The byte count of a folder that several processes fill, and the sign by which they know of each other.
-"""
+"""Which page files a folder has, in order of use, and how many bytes they may take, over all processes that fill it."""
 
 from __future__ import annotations
 
