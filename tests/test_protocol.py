@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +51,13 @@ def test_an_answer_comes_back_as_it_was() -> None:
         7, 2**64 - 1, rank=1, scheduled=(Scheduled("r", True, "", 4, 2, 0, 6),), timings_us={"work": 1.5}
     )
     assert StepAnswer.decode(answer.encode()) == answer
+
+
+def test_what_numpy_counts_and_names_is_sent_as_what_it_is() -> None:
+    request = StepRequest(0, np.int64(1), polls=(np.str_("r"),))  # type: ignore[arg-type]
+    assert StepRequest.decode(request.encode()) == StepRequest(0, 1, polls=("r",))
+    answer = StepAnswer(7, 1, engine={"seconds": np.float64(1.5), "pages": np.int64(3)})
+    assert StepAnswer.decode(answer.encode()).engine == {"seconds": 1.5, "pages": 3}
 
 
 @given(st.binary(max_size=60))

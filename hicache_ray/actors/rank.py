@@ -127,7 +127,7 @@ class RankServer(Rank):
         return self.rejoin.catalog()
 
     def claim(self, catalog: bytes, peers: Sequence[Any], seconds: float) -> bytes:
-        """Which pages of the catalog this rank has, one byte a page, after fetching what it can (`recover`)."""
+        """Which pages of the catalog this rank has, one byte a page, after fetching what it can (`Rejoin.claim`)."""
         faultpoints.reach("rank.claim")
         return self.rejoin.claim(catalog, [_peer(actor) for actor in peers], seconds)
 

@@ -12,6 +12,7 @@ import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct, inspect
 
 from hicache_ray.hashing import EMPTY_NAMESPACE, TOKEN_BYTES, Namespace
@@ -114,7 +115,7 @@ class StepRequest(Row, frozen=True, tag=PROTOCOL_VERSION):
                 was said, and reaches no rank.
         """
         try:
-            plain = msgspec.to_builtins(self, builtin_types=(bytes,))  # copies no tokens
+            plain = msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=_plain)  # copies no tokens
             msgspec.convert(plain, StepRequest)
             return _encode(self)
         except msgspec.ValidationError as error:
@@ -217,7 +218,19 @@ class StepAnswer(Agreed, frozen=True, tag=PROTOCOL_VERSION):
 
 _Message = TypeVar("_Message", StepRequest, StepAnswer)
 
-_encode = msgspec.msgpack.Encoder().encode
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers, and texts or bytes of a type of their own, as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    kinds: tuple[type[Any], ...] = (str, bytes, int, float, dict, list)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{value!r:.80} is a {type(value).__name__}: no msgpack type")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 _REQUESTS = msgspec.msgpack.Decoder(StepRequest)
 _ANSWERS = msgspec.msgpack.Decoder(StepAnswer)
 
