@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from hicache_ray.storage.breaker import Breaker
 from hicache_ray.storage.pool.member import PoolMember
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.near import NearServer
-from hicache_ray.storage.pool.options import actor_name
+from hicache_ray.storage.pool.options import DEFAULT_POOL, actor_name
 from hicache_ray.storage.pool.ray_channel import PoolDirectory, RayChannel
 from hicache_ray.storage.pool.rebalance import Rebalancer
 from hicache_ray.storage.pool.rebalance_plan import BalanceReport, RebalanceOptions
@@ -37,6 +38,54 @@ logger = logging.getLogger("hicache_ray.actors.storage_actor")
 
 LOCK_WAIT_SECONDS = 30.0
 """How long a restarted actor waits until its dead predecessor lets go of the arena: a large one takes long to unmap."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True)
+class StoragePoolConfig:
+    """What a storage pool is made from.
+
+    Attributes:
+        name: found under it, one pool a name and Ray namespace. Letters, digits, "_", ".", "-", at most 64.
+        actors: storage actors at start, spread over the nodes.
+        bytes_per_actor: pages each may hold.
+        replicas: actors that hold each page.
+        policy: eviction policy of each actor ("lru", "lfu", "fifo", "s3fifo").
+        limits: quotas (per actor) and TTL by namespace label.
+        namespace: Ray namespace; None: the driver's.
+        detached: the actors outlive the driver; else they end with it.
+        nodes: ids of the nodes for the actors, in turn; empty: all living nodes, the driver's first.
+        segment_bytes: size of an arena's segments; None: chosen from the budget.
+        lease_seconds: after which a silent client's leases and reservations end.
+        folder: where the arenas lie; must be in memory.
+        start_timeout: seconds until every actor must be ready.
+        rebalance: how much of an actor's time moving pages may take.
+        metrics: the actors export their counters through Ray's metrics.
+    """
+
+    name: str = DEFAULT_POOL
+    actors: int = 1
+    bytes_per_actor: int = 1 << 30
+    replicas: int = 1
+    policy: str = "lru"
+    limits: Mapping[str, NamespaceLimit] = field(default_factory=dict)
+    namespace: str | None = None
+    detached: bool = False
+    nodes: Sequence[str] = ()
+    segment_bytes: int | None = None
+    lease_seconds: float = 30.0
+    folder: str = str(SHARED_MEMORY)
+    start_timeout: float = 120.0
+    rebalance: RebalanceOptions = field(default_factory=RebalanceOptions)
+    metrics: bool = True
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is no name for a pool: use 1 to 64 letters, digits, '_', '.' or '-'")
+        if self.actors < 1 or self.replicas < 1:
+            raise ValueError(f"a pool needs at least 1 actor and 1 replica, not {self.actors} and {self.replicas}")
+        if self.replicas > self.actors:
+            raise ValueError(f"{self.replicas} replicas need as many actors, the pool has {self.actors}")
 
 
 @dataclass(frozen=True)
@@ -44,32 +93,15 @@ class StorageActorSpec:
     """What a storage actor is made from, also after a restart.
 
     Attributes:
-        service, namespace, token: the pool it belongs to.
-        member: its name in the pool.
-        budget_bytes: bytes of pages it may hold.
-        segment_bytes: size of the arena's segments; None: chosen from the budget.
-        policy: eviction policy ("lru", "lfu", "fifo", "s3fifo").
-        limits: quotas and TTL by namespace label.
-        lease_seconds: after which a silent client's leases and reservations end.
-        folder: where the arena lies; must be in memory.
-        detached: whether the actor outlives the driver that made it.
-        rebalance: how much of its time moving pages may take.
-        metrics: whether it exports its counters through Ray's metrics.
+        pool: the configuration of its pool.
+        namespace, token: tell the pool from others of its name.
+        member: name of the actor in the pool.
     """
 
-    service: str
+    pool: StoragePoolConfig
     namespace: str
     token: str
-    member: str
-    budget_bytes: int
-    segment_bytes: int | None = None
-    policy: str = "lru"
-    limits: Mapping[str, NamespaceLimit] = field(default_factory=dict)
-    lease_seconds: float = 30.0
-    folder: str = str(SHARED_MEMORY)
-    detached: bool = False
-    rebalance: RebalanceOptions = field(default_factory=RebalanceOptions)
-    metrics: bool = True
+    member: str = ""
 
 
 class StorageActorInfo(NamedTuple):
@@ -116,10 +148,12 @@ class StorageActor(ShardService):
             # Ray 2.60 answers this through a property of its own that it has deprecated.
             warnings.simplefilter("ignore")
             self._reconstructed = bool(context.was_current_actor_reconstructed)
-        sweep(Path(spec.folder), _Staleness())
+        sweep(Path(spec.pool.folder), _Staleness())
         self._arena = self._open_arena()
-        shard = Shard(self._arena, policy=spec.policy, limits=spec.limits, lease_seconds=spec.lease_seconds)
-        directory = PoolDirectory(spec.service, spec.namespace)
+        shard = Shard(
+            self._arena, policy=spec.pool.policy, limits=spec.pool.limits, lease_seconds=spec.pool.lease_seconds
+        )
+        directory = PoolDirectory(spec.pool.name, spec.namespace)
         super().__init__(shard, directory.read() or Membership(0, (spec.member,)))
         self._near = NearServer(self)
         self._rebalancer = Rebalancer(
@@ -127,13 +161,13 @@ class StorageActor(ShardService):
             self,
             self._connect,
             directory,
-            spec.rebalance,
+            spec.pool.rebalance,
             returned=self._reconstructed,
             on_gone=self._end,
         )
         self._rebalancer.start()
-        self._metrics = ShardMetrics(shard.stats, pool=spec.service, member=spec.member)
-        self._exporter = RayExporter(self._metrics.registry, self._metrics.collect) if spec.metrics else None
+        self._metrics = ShardMetrics(shard.stats, pool=spec.pool.name, member=spec.member)
+        self._exporter = RayExporter(self._metrics.registry, self._metrics.collect) if spec.pool.metrics else None
         self._start_seconds = time.perf_counter() - started
 
     @ray.method(concurrency_group="ctl")
@@ -207,7 +241,7 @@ class StorageActor(ShardService):
 
     def _connect(self, member: str) -> PoolMember:
         """Another member of the pool, to bring pages to."""
-        options = self._spec.rebalance
+        options = self._spec.pool.rebalance
         return PoolMember(
             member,
             RayChannel(actor_name(member), self._spec.namespace, options.call_timeout),
@@ -227,12 +261,14 @@ class StorageActor(ShardService):
 
     def _open_arena(self) -> Arena:
         spec = self._spec
-        path = arena_path(Path(spec.folder), spec.member, spec.token)
+        path = arena_path(Path(spec.pool.folder), spec.member, spec.token)
         if self._reconstructed:
             arena = _take_over(path)
             if arena is not None:
                 return arena
-        arena = Arena.create(path, ArenaGeometry.of(spec.budget_bytes, spec.segment_bytes), self._owner_facts())
+        arena = Arena.create(
+            path, ArenaGeometry.of(spec.pool.bytes_per_actor, spec.pool.segment_bytes), self._owner_facts()
+        )
         # Only a new arena: the memory of an old one exists, and mapping it would keep its pages away for longer.
         arena.prefault()
         return arena
@@ -240,7 +276,7 @@ class StorageActor(ShardService):
     def _owner_facts(self) -> dict[str, str | int]:
         raylet = ProcessId.running(os.getppid()) or ProcessId(0, 0)
         return {
-            "service": self._spec.service,
+            "service": self._spec.pool.name,
             "namespace": self._spec.namespace,
             "token": self._spec.token,
             "member": self._spec.member,

@@ -1,8 +1,6 @@
 """The storage pool (L3) as its driver sees it: starts and stops the actors, changes who is a member, counts, audits.
 
 Clients (`RayPoolStorage`) need only the pool's name: they find its members in the directory and the actors by name.
-
-Waits for the members of a storage pool to have moved pages to where they belong, and says how far they are.
 """
 
 from __future__ import annotations
@@ -11,14 +9,12 @@ import atexit
 import dataclasses
 import itertools
 import logging
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -28,6 +24,7 @@ from hicache_ray.actors.storage_actor import (
     StorageActor,
     StorageActorInfo,
     StorageActorSpec,
+    StoragePoolConfig,
     actor_exists,
 )
 from hicache_ray.deadline import Deadline
@@ -35,10 +32,10 @@ from hicache_ray.storage.pool.channel import ChannelError, Pending
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.options import DEFAULT_POOL, actor_name
 from hicache_ray.storage.pool.ray_channel import DirectoryConflict, PoolDirectory, RayChannel
-from hicache_ray.storage.pool.rebalance_plan import BalanceReport, RebalanceOptions
+from hicache_ray.storage.pool.rebalance_plan import BalanceReport
 from hicache_ray.storage.pool.wire import Reply
 from hicache_ray.storage.shard.files import SHARED_MEMORY, arenas_of, remove_if_unlocked
-from hicache_ray.storage.shard.grants import NamespaceLimit, ShardStats, namespace_label
+from hicache_ray.storage.shard.grants import ShardStats, namespace_label
 from hicache_ray.storage.shard.layout import ArenaLocked
 
 logger = logging.getLogger("hicache_ray.actors.storage_pool")
@@ -47,56 +44,10 @@ MEMBER_CALL_SECONDS = 30.0
 ACTOR_STOP_SECONDS = 10.0
 BALANCE_POLL_SECONDS = 0.1
 CHANGES_TRIED = 5
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class StoragePoolError(RuntimeError):
     """A pool that can't be started, found or changed."""
-
-
-@dataclass(frozen=True)
-class StoragePoolConfig:
-    """What a storage pool is made from.
-
-    Attributes:
-        name: found under it, one pool a name and Ray namespace. Letters, digits, "_", ".", "-", at most 64.
-        actors: storage actors at start, spread over the nodes.
-        bytes_per_actor: pages each may hold.
-        replicas: actors that hold each page.
-        policy: eviction policy of each actor.
-        limits: quotas (per actor) and TTL by namespace label.
-        namespace: Ray namespace; None: the driver's.
-        detached: the actors outlive the driver; else they end with it.
-        nodes: ids of the nodes for the actors, in turn; empty: all living nodes, the driver's first.
-        segment_bytes, lease_seconds, folder: see `StorageActorSpec`.
-        start_timeout: seconds until every actor must be ready.
-        rebalance: how much of an actor's time moving pages may take.
-        metrics: the actors export their counters through Ray's metrics.
-    """
-
-    name: str = DEFAULT_POOL
-    actors: int = 1
-    bytes_per_actor: int = 1 << 30
-    replicas: int = 1
-    policy: str = "lru"
-    limits: Mapping[str, NamespaceLimit] = field(default_factory=dict)
-    namespace: str | None = None
-    detached: bool = False
-    nodes: Sequence[str] = ()
-    segment_bytes: int | None = None
-    lease_seconds: float = 30.0
-    folder: str = str(SHARED_MEMORY)
-    start_timeout: float = 120.0
-    rebalance: RebalanceOptions = field(default_factory=RebalanceOptions)
-    metrics: bool = True
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is no name for a pool: use 1 to 64 letters, digits, '_', '.' or '-'")
-        if self.actors < 1 or self.replicas < 1:
-            raise ValueError(f"a pool needs at least 1 actor and 1 replica, not {self.actors} and {self.replicas}")
-        if self.replicas > self.actors:
-            raise ValueError(f"{self.replicas} replicas need as many actors, the pool has {self.actors}")
 
 
 class StoragePoolHandle(NamedTuple):
@@ -108,6 +59,19 @@ class StoragePoolHandle(NamedTuple):
     def options(self, **more: Any) -> dict[str, Any]:
         """The `StorageConfig.extra` of a "ray" backend on this pool, with further options of that backend."""
         return {"pool": self.name, "namespace": self.namespace, **more}
+
+
+class Drained(NamedTuple):
+    """What became of the pages of a member that left.
+
+    Attributes:
+        moved: pages that it brought to members that did not have them.
+        left: pages that did not get to all members that should hold them, for want of room or time. With replicas,
+            other members may hold them.
+    """
+
+    moved: int
+    left: int
 
 
 class StoragePool:
@@ -136,7 +100,7 @@ class StoragePool:
         PoolDirectory(*handle).remove()
         members = tuple(f"{config.name}-{number}" for number in range(config.actors))
         membership = Membership(_first_epoch(), members, config.replicas, secrets.token_hex(4))
-        pool = cls(handle, membership, _spec_of(config, handle, membership.token))
+        pool = cls(handle, membership, StorageActorSpec(config, handle.namespace, membership.token))
         pool._published = False
         try:
             pool._start_actors(members, config.nodes or _living_nodes(), config.start_timeout)
@@ -171,7 +135,7 @@ class StoragePool:
 
     def balance(self) -> dict[str, BalanceReport | None]:
         """How far each member, and each that is leaving, is with moving pages; None for one that is away."""
-        return reports_of(self._call, self._refresh().everyone, MEMBER_CALL_SECONDS)
+        return self._reports(self._refresh().everyone, MEMBER_CALL_SECONDS)
 
     def wait_balanced(self, timeout: float = 300.0) -> None:
         """Have all members look at all their pages, and wait until each page is where it belongs.
@@ -179,12 +143,19 @@ class StoragePool:
         Raises:
             StoragePoolError: that was not so within `timeout` seconds; the text says what is missing. The work goes on.
         """
-        deadline, balance = Deadline(timeout), Balance(self._call)
-        while not balance.reached(self._refresh(), deadline):
+        deadline, numbers = Deadline(timeout), dict[str, int]()
+        while True:
+            membership = self._refresh()
+            new = [member for member in membership.everyone if member not in numbers]
+            asked = self._call(new, "rebalance", seconds=deadline.remaining())
+            numbers.update({member: number for member, number in asked.items() if number is not None})
+            reports = self._reports(membership.everyone, deadline.remaining())
+            undone = [name for name, report in reports.items() if not _is_done(report, numbers.get(name), membership)]
+            if membership.settled and not undone:
+                return
             if not deadline.remaining():
-                raise StoragePoolError(
-                    f"the pool was not balanced within {timeout:g} s: {balance.missing(self.membership)}"
-                )
+                missing = "; ".join(_state(name, reports[name]) for name in undone) or "the pool is not settled"
+                raise StoragePoolError(f"the pool was not balanced within {timeout:g} s: {missing}")
             time.sleep(BALANCE_POLL_SECONDS)
 
     def audit(self, *, read_pages: bool = False) -> dict[str, str | None]:
@@ -275,7 +246,7 @@ class StoragePool:
             options = actor_class.options(
                 name=actor_name(member),
                 namespace=self.handle.namespace,
-                lifetime="detached" if spec.detached else None,
+                lifetime="detached" if spec.pool.detached else None,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
             )
             try:
@@ -292,7 +263,7 @@ class StoragePool:
         """Have a member leave, and wait until it has left."""
 
         def report() -> BalanceReport | None:
-            return reports_of(self._call, [member], MEMBER_CALL_SECONDS)[member]
+            return self._reports([member], MEMBER_CALL_SECONDS)[member]
 
         first = last = report()
         self._change(lambda known: known.left_by(member))
@@ -343,6 +314,14 @@ class StoragePool:
                 raise StoragePoolError("no member of the pool answers, so it is not known how to make one")
             self._spec = answers[0]
         return self._spec
+
+    def _reports(self, members: Sequence[str], seconds: float) -> dict[str, BalanceReport | None]:
+        """How far each member is; None for one that is away."""
+        answers = self._call(members, "balance", seconds=seconds)
+        return {
+            member: None if answer is None else BalanceReport.unpack(Reply.unpack(answer).payload)
+            for member, answer in answers.items()
+        }
 
     def _call_all(self, method: str, *args: Any) -> dict[str, Any]:
         """The answers of all members and those that are leaving, asked at once; None for one that gave none."""
@@ -397,7 +376,7 @@ class StoragePool:
 
     def _delete_arenas(self) -> None:
         """Delete what dead actors of this pool left on this node; waits for those that are dying."""
-        folder = Path(self._spec.folder) if self._spec is not None else SHARED_MEMORY
+        folder = Path(self._spec.pool.folder) if self._spec is not None else SHARED_MEMORY
         deadline = Deadline(ACTOR_STOP_SECONDS)
         for path in arenas_of(folder, self.membership.token):
             while not _deleted(path):
@@ -441,24 +420,6 @@ def _deleted(path: Path) -> bool:
     return True
 
 
-def _spec_of(config: StoragePoolConfig, handle: StoragePoolHandle, token: str) -> StorageActorSpec:
-    return StorageActorSpec(
-        service=handle.name,
-        namespace=handle.namespace,
-        token=token,
-        member="",
-        budget_bytes=config.bytes_per_actor,
-        segment_bytes=config.segment_bytes,
-        policy=config.policy,
-        limits=dict(config.limits),
-        lease_seconds=config.lease_seconds,
-        folder=config.folder,
-        detached=config.detached,
-        rebalance=config.rebalance,
-        metrics=config.metrics,
-    )
-
-
 def _living_nodes() -> list[str]:
     """Ids of the nodes, this process's first."""
     own = ray.get_runtime_context().get_node_id()
@@ -466,61 +427,11 @@ def _living_nodes() -> list[str]:
     return sorted(living, key=lambda node: (node != own, node))
 
 
-class Drained(NamedTuple):
-    """What became of the pages of a member that left.
-
-    Attributes:
-        moved: pages it brought to other members; those that had them already are not counted.
-        left: pages that members that should hold them did not get: there was no room, or no time. With replicas they
-            may have other holders.
-    """
-
-    moved: int
-    left: int
-
-
-class Caller(Protocol):
-    """Asks members of a pool, all at once."""
-
-    def __call__(self, members: Sequence[str], method: str, *args: Any, seconds: float) -> Mapping[str, Any]:
-        """Their answers; None for one that gave none."""
-
-
-def reports_of(call: Caller, members: Sequence[str], seconds: float) -> dict[str, BalanceReport | None]:
-    """How far each member is; None for one that is away."""
-    answers = call(members, "balance", seconds=seconds)
-    return {
-        member: None if answer is None else BalanceReport.unpack(Reply.unpack(answer).payload)
-        for member, answer in answers.items()
-    }
-
-
-class Balance:
-    """One wait until all members have looked at all their pages, from now on, and left nothing to do."""
-
-    def __init__(self, call: Caller) -> None:
-        self._call = call
-        self._numbers: dict[str, int] = {}
-        self.reports: dict[str, BalanceReport | None] = {}
-
-    def reached(self, membership: Membership, deadline: Deadline) -> bool:
-        """Ask all members once."""
-        new = [member for member in membership.everyone if member not in self._numbers]
-        asked = self._call(new, "rebalance", seconds=deadline.remaining())
-        self._numbers.update({member: number for member, number in asked.items() if number is not None})
-        self.reports = reports_of(self._call, membership.everyone, deadline.remaining())
-        return membership.settled and all(self._is_done(member, membership) for member in membership.everyone)
-
-    def missing(self, membership: Membership) -> str:
-        """What is not done, as text."""
-        undone = [member for member in membership.everyone if not self._is_done(member, membership)]
-        return "; ".join(_state(member, self.reports.get(member)) for member in undone) or "the pool is not settled"
-
-    def _is_done(self, member: str, membership: Membership) -> bool:
-        report, number = self.reports.get(member), self._numbers.get(member)
-        if report is None or number is None:
-            return False
-        return report.clean and report.finished >= number and report.epoch == membership.epoch
+def _is_done(report: BalanceReport | None, number: int | None, membership: Membership) -> bool:
+    """Whether a member that was asked for the look of that number has ended it and has nothing left to do."""
+    if report is None or number is None:
+        return False
+    return report.clean and report.finished >= number and report.epoch == membership.epoch
 
 
 def _state(member: str, report: BalanceReport | None) -> str:
