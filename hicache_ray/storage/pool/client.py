@@ -8,11 +8,13 @@ members that held it before.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Concatenate, NamedTuple, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,8 @@ from hicache_ray.storage.shard.grants import EXISTING, GRANTED, Flags
 from hicache_ray.storage.shard.page_copy import Copier, load_page, store_page
 
 logger = logging.getLogger("hicache_ray.storage.pool.client")
+
+_Rest = ParamSpec("_Rest")
 
 MEMBERSHIP_RETRIES = 3
 """How often one operation is tried when the membership changes under it."""
@@ -47,6 +51,21 @@ class _View(NamedTuple):
 
     membership: Membership
     members: list[PoolMember]
+
+
+def _begun_again(
+    operation: Callable[Concatenate[PoolClient, _View, _Rest], int],
+) -> Callable[Concatenate[PoolClient, _Rest], int]:
+    """An operation under the newest membership, which is begun again when that changes meanwhile."""
+
+    @functools.wraps(operation)
+    def run(client: PoolClient, *args: _Rest.args, **kwargs: _Rest.kwargs) -> int:
+        for _ in range(MEMBERSHIP_RETRIES):
+            with suppress(_MembershipChanged):
+                return operation(client, client._view, *args, **kwargs)
+        return 0
+
+    return run
 
 
 class PoolClient:
@@ -97,25 +116,15 @@ class PoolClient:
             if membership.epoch > self._view.membership.epoch:
                 self._view = self._view_of(membership)
 
-    def lookup(self, keys: Sequence[bytes], deadline: Deadline) -> int:
-        """Leading pages that are stored."""
-        return self._with_newest_membership(lambda view: self._lookup(view, keys, deadline))
-
-    def load(self, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> int:
-        """Fill `pages`, one for each key; leading pages that hold exactly the bytes that were stored."""
-        return self._with_newest_membership(lambda view: self._load(view, keys, pages, deadline))
-
-    def store(self, keys: Sequence[bytes], pages: Sequence[Bytes], label: bytes, deadline: Deadline) -> int:
-        """Store `pages`; leading pages that are stored. A page is stored when one of its holders has it."""
-        return self._with_newest_membership(lambda view: self._store(view, keys, pages, label, deadline))
-
     def close(self) -> None:
         """End the copying threads and the connections. Idempotent."""
         self._copier.close()
         for member in self._view.members:
             member.close()
 
-    def _lookup(self, view: _View, keys: Sequence[bytes], deadline: Deadline) -> int:
+    @_begun_again
+    def lookup(self, view: _View, keys: Sequence[bytes], deadline: Deadline) -> int:
+        """Leading pages that are stored."""
         found = np.zeros(len(keys), np.bool_)
         search = _Search(view.membership, keys)
         for choice in range(search.rounds):
@@ -124,7 +133,9 @@ class PoolClient:
                 found[groups[member]] |= answer.reply.flags
         return _count(found)
 
-    def _load(self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> int:
+    @_begun_again
+    def load(self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> int:
+        """Fill `pages`, one for each key; leading pages that hold exactly the bytes that were stored."""
         done = np.zeros(len(keys), np.bool_)
         length = pages[0].nbytes if len(pages) else 0
         search = _Search(view.membership, keys)
@@ -154,9 +165,11 @@ class PoolClient:
         for (grant, k, page), checksum in zip(chosen, self._copier.run(load_page, targets, cells), strict=True):
             done[page] = grant.accept(k, checksum)
 
-    def _store(
+    @_begun_again
+    def store(
         self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], label: bytes, deadline: Deadline
     ) -> int:
+        """Store `pages`; leading pages that are stored. A page is stored when one of its holders has it."""
         length = pages[0].nbytes if len(pages) else 0
         existing, grants = self._reserve(view, keys, length, label, deadline)
         placed = existing.copy()
@@ -260,15 +273,6 @@ class PoolClient:
         for member, answer in answers.items():
             if answer.reply.id:
                 view.members[member].send("release", Release(answer.reply.id).pack())
-
-    def _with_newest_membership(self, operation: Callable[[_View], int]) -> int:
-        """The result of an operation, which is begun again when the membership changes under it."""
-        for _ in range(MEMBERSHIP_RETRIES):
-            try:
-                return operation(self._view)
-            except _MembershipChanged:
-                continue
-        return 0
 
     def _view_of(self, membership: Membership) -> _View:
         members = {name: self._known.get(name) or self._connect(name) for name in membership.everyone}
