@@ -1,17 +1,17 @@
 """Who holds which page: rendezvous hashing of page hashes over a pool's members, and the epoch that orders changes.
 
-Every client computes owners by itself, so members can join and leave without a directory of pages: of n members, one
-that joins or leaves moves one n-th of the pages. Until those are moved, a membership remembers who was a member before:
-what the owners do not hold yet is found there.
+Every client computes owners by itself, so members can join and leave without a directory of pages. When one of n
+members joins or leaves, one n-th of the pages has to move. Until these pages are moved, a membership remembers the
+members before the change: a page that its owners do not hold yet is found there.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -19,6 +19,7 @@ import xxhash
 PAGE_HASH_BYTES = 32
 MOST_CHANGES = 4
 """How many changes of a pool may be under way at the same time."""
+_Packed = tuple[int, tuple[str, ...], int, str, tuple[tuple[str, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,12 @@ class Membership:
 
     def pack(self) -> bytes:
         """The membership as a message."""
-        return json.dumps([self.epoch, self.members, self.replicas, self.token, self.previous]).encode()
+        return msgspec.json.encode((self.epoch, self.members, self.replicas, self.token, self.previous))
 
     @classmethod
     def unpack(cls, message: bytes) -> Membership:
         """The membership in a message; ValueError when it is none."""
-        try:
-            epoch, members, replicas, token, previous = json.loads(message)
-            return cls(int(epoch), tuple(members), int(replicas), str(token), tuple(map(tuple, previous)))
-        except (TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"a membership of {len(message)} bytes can't be read: {error}") from error
+        return cls(*msgspec.json.decode(message, type=_Packed))
 
     @cached_property
     def _seeds(self) -> npt.NDArray[np.uint64]:

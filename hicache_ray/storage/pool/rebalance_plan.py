@@ -6,11 +6,11 @@ the page up when it is no owner itself and no client will ask it any more, which
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -88,16 +88,12 @@ class BalanceReport(NamedTuple):
 
     def pack(self) -> bytes:
         """The report as a message."""
-        return json.dumps(self).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def unpack(cls, message: bytes) -> BalanceReport:
         """The report in a message; ValueError when it is none."""
-        try:
-            values = json.loads(message)
-            return cls._make([*values[:-1], tuple(values[-1])])
-        except (TypeError, LookupError) as error:
-            raise ValueError(f"a report of {len(message)} bytes can't be read: {error}") from error
+        return msgspec.json.decode(message, type=BalanceReport)
 
 
 def plan_of(membership: Membership, name: str, keys: Sequence[bytes]) -> MovePlan:
