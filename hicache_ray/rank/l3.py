@@ -153,10 +153,6 @@ class StorageIO:
         store was away would keep everything below it from the store for as long as it is in the tree.
         """
         first = self._first_unstored(backup.prefix_hashes)
-        if first < len(backup.prefix_hashes) and not len(backup.prefix_pages):
-            self._remember(backup.hashes, 0)
-            self.storage.when_returned(backup.host_pages, ended.set)
-            return
         pages = np.concatenate([backup.prefix_pages[first:], backup.host_pages])
         hashes = [*backup.prefix_hashes[first:], *backup.hashes]
         stored = 0
