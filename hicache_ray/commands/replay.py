@@ -122,9 +122,9 @@ def checked_config(workload: Workload, settings: ReplaySettings, mode: str) -> H
             index_settings(settings, workload)
             check_unused(settings, workload)
             return None
-        from hicache_ray.replay.run import BACKENDS, check_memory
+        from hicache_ray.replay.run import MODES, check_memory
 
-        config = replay_config(settings, workload, storage_backend=BACKENDS[mode])
+        config = replay_config(settings, workload, storage_backend=MODES[mode].backend)
         check_memory(config, settings)
         return config
 
@@ -144,12 +144,12 @@ def run_replay(
         with bad_input(), _bar(console, workload.total) as progress:
             return replay_index(workload, index_settings(settings, workload), progress)
     from hicache_ray.replay.driver import DriveSettings
-    from hicache_ray.replay.run import GROUPS, replay_workload
+    from hicache_ray.replay.run import MODES, replay_workload
 
     with _failures(), ExitStack() as stack:
         starting = console.status(f"starting {settings.instances} x {config.tp_size} ranks")
         with starting, start_failures() if mode == RAY else nullcontext():
-            groups = stack.enter_context(GROUPS[mode](config, settings))
+            groups = stack.enter_context(MODES[mode].groups(config, settings))
         drive = DriveSettings(page_size=config.page_size, concurrency=settings.concurrency)
         progress = stack.enter_context(_bar(console, workload.total))
         return replay_workload(

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from hicache_ray.config import ConfigError, HiCacheConfig
 from hicache_ray.rank.group import Group
@@ -21,9 +21,6 @@ from hicache_ray.replay.settings import ReplaySettings
 from hicache_ray.storage.memory import BACKEND as MEMORY_BACKEND
 from hicache_ray.storage.memory import drop_store
 from hicache_ray.storage.shard.files import SHARED_MEMORY
-
-BACKENDS = {"local": MEMORY_BACKEND, "ray": "ray"}
-"""L3 backend of each mode."""
 
 
 def check_memory(config: HiCacheConfig, settings: ReplaySettings) -> None:
@@ -103,11 +100,15 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(waited)
 
 
-GROUPS: Mapping[str, Callable[[HiCacheConfig, ReplaySettings], AbstractContextManager[list[Group]]]] = {
-    "local": local_groups,
-    "ray": ray_groups,
-}
-"""How each mode gets its groups."""
+class Mode(NamedTuple):
+    """Where the groups of a replay run: the registered name of their L3 backend, and the context that has them."""
+
+    backend: str
+    groups: Callable[[HiCacheConfig, ReplaySettings], AbstractContextManager[list[Group]]]
+
+
+MODES = {"local": Mode(MEMORY_BACKEND, local_groups), "ray": Mode("ray", ray_groups)}
+"""By the name in reports."""
 
 
 def replay_workload(
