@@ -5,7 +5,7 @@ the whole token path from the root. Without a namespace the hashes equal SGLang'
 chain, so nothing stored under one adapter, salt or tenant is ever found under another.
 
 A storage key adds which model, shard and byte order a stored page belongs to: two things that differ in any field of
-`ModelIdentity` never share one (case 6 and the ruling on 6, 8, 9, 10).
+`ModelIdentity` never share one (cases 6, 8, 9, 10).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random whole-cache runs: ranks in lockstep, transfers delayed at will, a store with faults (issue 3).
+"""Random whole-cache runs: ranks in lockstep, transfers delayed at will, a store with faults.
 
 After each step: equal answers and digests on all ranks, every page owned exactly once, one reduction, no wrong byte.
 """

@@ -89,6 +89,16 @@ def test_whatever_is_cited_is_there() -> None:
     assert unknown == []
 
 
+def test_nothing_is_cited_that_is_not_in_the_repository() -> None:
+    outside = re.compile(r"\b(DESIGN \d|FAILURES|(CASES|RAY|GPU|HOUSE)\.md)\b|\barticle'?s? \d|\bruling\b")
+    found = []
+    for folder in ("hicache_ray", "tests", "benchmarks", "examples", "docs"):
+        for path in sorted((REPOSITORY / folder).rglob("*")):
+            if path.suffix in {".py", ".md"} and path != Path(__file__).resolve() and outside.search(path.read_text()):
+                found.append(str(path.relative_to(REPOSITORY)))
+    assert found == []
+
+
 def test_citations_are_read_as_they_are_written() -> None:
     assert cited("Case 22. and cases 39, 40 and 51; CASES 24 to 26, D1 to D3, D8, docs/design.md 6 and 7.") == {
         *("22", "39", "40", "51", "24", "25", "26"),
