@@ -128,6 +128,15 @@ def test_the_handler_of_the_process_survives_that_of_ray(
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt raises KeyboardInterrupt, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_waits_until_ray_has_started_and_a_second_one_does_not(
     monkeypatch: pytest.MonkeyPatch, failing: list[BaseException], times: int

@@ -22,7 +22,8 @@ from tests.storage_ray import PAGE_BYTES, SEGMENT_BYTES, Client, arena_files, wa
 pytestmark = [pytest.mark.ray]
 
 CONFIG = StoragePoolConfig(name="moving", actors=2, bytes_per_actor=8 << 20, segment_bytes=SEGMENT_BYTES)
-SLOWLY = RebalanceOptions(bytes_per_second=20 * PAGE_BYTES, batch_pages=2)
+SLOWLY = RebalanceOptions(bytes_per_second=4 * PAGE_BYTES, batch_pages=1)
+"""Moving goes on for seconds, so that a test on a busy machine is still in the middle of it when it looks."""
 ALL = range(60)
 
 
