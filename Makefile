@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: install system-packages demo test lint unit chaos soak bench clean
+.PHONY: install system-packages demo test lint unit random chaos soak bench clean
 
 install: $(READY)
 
@@ -45,6 +45,11 @@ test: $(MOONCAKE) lint
 
 unit: $(READY)
 	$(PYTEST) -m "not ray and not chaos and not gpu"
+
+# The random runs at their full length; make test plays a part of them.
+random: $(READY)
+	HICACHE_RANDOM_INDEX_SEQUENCES=10000 HICACHE_RANDOM_CACHE_SEQUENCES=2000 HICACHE_RANDOM_EVENT_SEQUENCES=400 \
+		$(PYTEST) tests/test_index_random.py tests/test_cache_random.py tests/test_events_recorder.py
 
 chaos: $(READY)
 	$(BIN)/python -m pytest -m chaos -q

@@ -21,8 +21,8 @@ settings.register_profile(
 settings.register_profile("search", settings.get_profile("steady"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
-ONE_PROCESS = {"test_backend_mooncake", "test_backend_replay", "test_mooncake_answers"}
-"""Modules whose tests share a Mooncake server."""
+ONE_PROCESS = {"test_backend_mooncake", "test_backend_replay", "test_mooncake_answers", "test_kernels_matrix"}
+"""Modules whose tests share a Mooncake server, or a count of what they did."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -17,7 +17,8 @@ from hicache_ray.rank.control import DONE, DRAINING, REFUSED
 from hicache_ray.rank.step import Admit, Chunk, Control, Finish, Peek
 from tests.whole_cache import Lockstep, Shape, admit, tokens_of
 
-SEQUENCES = int(os.environ.get("HICACHE_RANDOM_SEQUENCES", "2000"))
+SEQUENCES = int(os.environ.get("HICACHE_RANDOM_CACHE_SEQUENCES", "500"))
+"""`make random` plays 2,000."""
 STEPS, SHORT, LONG_EVERY = 90, 20, 10
 """Steps of a sequence: every tenth is long enough for its pages to come back from L3, the others are short."""
 NAMESPACES = (EMPTY_NAMESPACE, Namespace(adapter="a"), Namespace(salt="s"))
