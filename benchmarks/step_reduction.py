@@ -25,7 +25,7 @@ import ray
 import torch
 from torch import distributed
 
-from hicache_ray.actors.collective import ReductionGroup, group_name
+from hicache_ray.actors.collective import ReductionGroup, generation_name
 
 WARM_UP = 20
 
@@ -41,7 +41,7 @@ class Rank:
         self.group = ReductionGroup.join(name, 0, rank=self.rank, world_size=self.size, timeout=60.0)
         from ray.util import collective
 
-        self.gloo = collective.get_group_handle(group_name(name, 0)).connect()
+        self.gloo = collective.get_group_handle(generation_name(name, 0)).connect()
 
     def measure(self, numbers: int, steps: int, rounds: int) -> dict[str, list[float]]:
         """Microseconds of every reduction, the ways taking turns by round."""
