@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from hicache_ray.actors.directory import RAY_NAMESPACE, publish_ranks, rank_name
+from hicache_ray.actors.directory import RAY_NAMESPACE, publish_locations, rank_name
 from hicache_ray.actors.errors import RankDied, StaleGeneration, StepCollision, StepTimeout
 from hicache_ray.actors.rank import CONCURRENCY_GROUPS, RankServer, RankSpec
 from hicache_ray.rank.group import Exchange, Group, GroupError, GroupRestarted
@@ -104,7 +104,7 @@ class RayExchange(Exchange):
         # Ranks come up at their own pace, and wait for one another only when all are up.
         infos = self.call("survey", timeout=self.options.start_timeout)
         # Before anything can hang: who hangs can't be asked where it is.
-        publish_ranks(self.name, [(info.pid, info.node_id) for info in infos])
+        publish_locations(self.name, [info.location for info in infos])
         self.ranks.pids = self.call("join", generation, timeout=self.options.start_timeout)
 
     def find_generation(self) -> None:

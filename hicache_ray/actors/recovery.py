@@ -1,4 +1,4 @@
-"""Brings a group back after a rank died, hung or diverged: a new generation all ranks agree on (docs/design.md 7).
+"""Brings a group back after a rank died, hung or diverged: a new generation all ranks agree in (docs/design.md 7).
 
     survey -> end what does not answer -> quiesce -> catalog of a survivor -> claims -> restore what all have -> join
 
@@ -18,7 +18,8 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from hicache_ray.actors.watch import Place, kill_rank
+from hicache_ray.actors.directory import Location
+from hicache_ray.actors.watch import kill_rank
 from hicache_ray.index.catalog import Catalog
 from hicache_ray.rank.group import GroupError
 
@@ -35,6 +36,11 @@ class RankInfo(NamedTuple):
     generation: int
     next_step: int
     fresh: bool
+
+    @property
+    def location(self) -> Location:
+        """Where its process is."""
+        return Location(self.pid, self.node_id)
 
 
 @dataclass(frozen=True)
@@ -64,16 +70,14 @@ class Recovered:
 
     Attributes:
         generation: the group's new one.
-        pids: of the ranks, in rank order.
-        places: process ids and nodes of the ranks, in rank order.
+        locations: of the ranks, in rank order.
         fresh: ranks that had lost everything.
         pages, retained: pages in the agreed catalog, and how many of them all ranks have.
         seconds: from the call to the end.
     """
 
     generation: int
-    pids: tuple[int, ...]
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
     fresh: tuple[int, ...]
     pages: int
     retained: int
@@ -97,9 +101,9 @@ class Recovery:
         self.actors = tuple(actors)
         self.shares_bytes = shares_bytes
         self.limits = limits
-        self._known: dict[int, Place] = {}
+        self._known: dict[int, Location] = {}
 
-    def run(self, generation: int, known: Sequence[Place] = ()) -> Recovered:
+    def run(self, generation: int, known: Sequence[Location] = ()) -> Recovered:
         """Rebuilds the group as `generation`, or a later one if that takes several attempts.
 
         Args:
@@ -133,10 +137,10 @@ class Recovery:
         else:
             # A rank that was lost may have begun to come back in an attempt that failed.
             self._all("restore", self.limits.answer, everyone, Catalog(()).pack(), b"")
-        pids = self._all("join", self.limits.join + self.limits.answer, everyone, generation, self.limits.join)
+        self._all("join", self.limits.join + self.limits.answer, everyone, generation, self.limits.join)
         fresh = tuple(rank for rank in everyone if ranks[rank].fresh)
-        places = tuple((info.pid, info.node_id) for info in ranks)
-        return Recovered(generation, tuple(pids), places, fresh, pages, retained, time.monotonic() - began)
+        locations = tuple(info.location for info in ranks)
+        return Recovered(generation, locations, fresh, pages, retained, time.monotonic() - began)
 
     def _restore(self, survivors: list[int], claim: float) -> tuple[int, int]:
         everyone = range(len(self.actors))
@@ -171,7 +175,7 @@ class Recovery:
             silent = [rank for rank in silent if rank not in answers]
         if silent:
             raise GroupError(f"group {self.name}: ranks {silent} did not come up within {self.limits.start:g} s")
-        self._known.update({rank: (info.pid, info.node_id) for rank, info in answers.items()})
+        self._known.update({rank: info.location for rank, info in answers.items()})
         return [answers[rank] for rank in range(len(self.actors))]
 
     def _ask(self, method: str, ranks: Sequence[int], *arguments: Any) -> dict[Any, int]:

@@ -1,8 +1,12 @@
-"""The supervisor of a service: notices ranks that died, hang or lost all, and rebuilds their groups (docs/design.md 7).
-Storage actors that hang are ended, so that Ray starts them again.
+"""The supervisor of a service: it notices who died or hangs, and sees to it that the service goes on.
 
-It keeps nothing of its own: groups and generations are in the directory, so its own death is harmless. Ray restarts it
-and it reads them again.
+A rank that died comes back empty, because Ray starts its actor again; a rank that hangs gives no sign of life. The
+supervisor looks at all ranks once a second (`_watch`, `_is_broken`) and has a broken group recovered (`_recover`; the
+steps are in `actors.recovery`). A driver whose step failed before the supervisor saw it asks for the same (`recover`).
+A storage actor that died is started again by Ray alone; one that hangs is ended here (`actors.watch`).
+
+It keeps nothing of its own: groups, generations and locations are in the directory, so its own death is harmless. Ray
+starts it again and it reads them again; a supervisor that hangs is ended by the driver that waits for it.
 """
 
 from __future__ import annotations
@@ -20,15 +24,16 @@ from hicache_ray.actors.directory import (
     RAY_NAMESPACE,
     generation_of,
     group_name,
+    locations_of,
     look_up,
     publish_generation,
-    publish_ranks,
+    publish_locations,
     rank_name,
-    ranks_of,
     supervisor_name,
 )
 from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery, RecoveryLimits
 from hicache_ray.actors.watch import StorageHeal, StorageWatch
+from hicache_ray.deadline import Deadline
 from hicache_ray.metrics import HealMetrics, RayExporter
 from hicache_ray.rank.group import GroupError
 
@@ -40,7 +45,7 @@ _beside: Any = ray.method
 
 logger = logging.getLogger("hicache_ray.supervisor")
 
-CONCURRENCY_GROUPS = {"status": 1}
+_STATUS_THREAD = {"status": 1}
 STATUS_SECONDS = 10.0
 HISTORY = 1000
 """Most heals that are remembered."""
@@ -98,7 +103,7 @@ class SupervisorServer:
             if current > seen and len(infos) == self._size(group) and not any(i.fresh for i in infos.values()):
                 return current, tuple(infos[rank].pid for rank in sorted(infos))
             recovered = self._recover(group)
-            return recovered.generation, recovered.pids
+            return recovered.generation, tuple(location.pid for location in recovered.locations)
 
     @_beside(concurrency_group="status")
     def history(self) -> list[Heal]:
@@ -178,11 +183,11 @@ class SupervisorServer:
     def _note(self, group: str, infos: dict[int, RankInfo]) -> None:
         """Remembers where the ranks are, also for this supervisor's successor: who hangs can't be asked."""
         seen = self._seen.setdefault(group, {})
-        before = [seen[rank].pid for rank in sorted(seen)]
+        before = dict(seen)
         seen.update(infos)
-        places = [(seen[rank].pid, seen[rank].node_id) for rank in sorted(seen)]
-        if len(places) == self._size(group) and [pid for pid, _ in places] != before:
-            publish_ranks(group_name(self.service, group), places)
+        locations = [seen[rank].location for rank in sorted(seen)]
+        if len(locations) == self._size(group) and locations != [before[rank].location for rank in sorted(before)]:
+            publish_locations(group_name(self.service, group), locations)
 
     def _recover(self, group: str) -> Recovered:
         noticed, full = time.time(), group_name(self.service, group)
@@ -195,23 +200,16 @@ class SupervisorServer:
         known = self._seen.get(group, {})
         begin = max([generation_of(full), *(info.generation for info in known.values())]) + 1
         try:
-            recovered = Recovery(full, actors, shares_bytes=shares, limits=RecoveryLimits()).run(begin, ranks_of(full))
+            recovered = Recovery(full, actors, shares_bytes=shares, limits=RecoveryLimits()).run(
+                begin, locations_of(full)
+            )
         except GroupError as error:
             self._remember(Heal(group, noticed, time.time(), begin, (), 0, 0, str(error)))
             raise
         publish_generation(full, recovered.generation)
-        publish_ranks(full, recovered.places)
-        self._remember(
-            Heal(
-                group,
-                noticed,
-                time.time(),
-                recovered.generation,
-                recovered.fresh,
-                recovered.pages,
-                recovered.retained,
-            )
-        )
+        publish_locations(full, recovered.locations)
+        pages, retained = recovered.pages, recovered.retained
+        self._remember(Heal(group, noticed, time.time(), recovered.generation, recovered.fresh, pages, retained))
         return recovered
 
     def _remember(self, heal: Heal) -> None:
@@ -243,6 +241,7 @@ class SupervisorClient:
         self.service = service
         self.timeout = timeout
         self.patience = patience
+        self._owned: Any = None
 
     @classmethod
     def start(cls, service: str, *, detached: bool, silence: float) -> SupervisorClient:
@@ -253,7 +252,7 @@ class SupervisorClient:
             detached: it outlives this process.
             silence: seconds after which a rank or a storage actor without a sign of life counts as hung.
         """
-        actor = _remote(concurrency_groups=CONCURRENCY_GROUPS)(SupervisorServer).options(
+        actor = _remote(concurrency_groups=_STATUS_THREAD)(SupervisorServer).options(
             name=supervisor_name(service),
             namespace=RAY_NAMESPACE,
             lifetime="detached" if detached else None,
@@ -265,28 +264,26 @@ class SupervisorClient:
         client._owned = actor.remote(service, patience=silence)
         return client
 
-    _owned: Any = None
-
     def recover(self, group: str, seen: int) -> tuple[int, tuple[int, ...]]:
         """As `SupervisorServer.recover`; asks again when the supervisor itself died, and ends one that hangs.
 
         Raises:
             GroupError: the group can't be rebuilt, or no supervisor answered in time.
         """
-        deadline = time.monotonic() + self.timeout
-        while time.monotonic() < deadline:
+        deadline = Deadline(self.timeout)
+        while not deadline.passed:
             try:
                 actor = self._actor()
                 ref = actor.recover.remote(group, seen)
                 while not ray.wait([ref], timeout=self.patience)[0]:
-                    if time.monotonic() >= deadline:
+                    if deadline.passed:
                         break
                     self._end_if_silent(actor)
                 else:
                     return ray.get(ref)
             except RayActorError as error:
                 logger.info("the supervisor of %s is away: %s", self.service, error)
-                threading.Event().wait(0.2)
+                time.sleep(0.2)
             except RayTaskError as error:
                 raise GroupError(f"group {group} can't be rebuilt: {error.cause}") from error
         raise GroupError(f"group {group}: no supervisor answered within {self.timeout:g} s")

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hicache_ray.actors.directory import RAY_NAMESPACE, look_up, publish_ranks, ranks_of
+from hicache_ray.actors.directory import RAY_NAMESPACE, Location, locations_of, look_up, publish_locations
 from hicache_ray.storage.pool.options import actor_name
 from hicache_ray.storage.pool.ray_channel import PoolDirectory
 
@@ -29,9 +29,6 @@ KILL_TIMEOUT = 10.0
 
 RANK, STORAGE = "RankServer", "StorageActor"
 """Classes of the actors whose processes may be ended: Ray names a worker's process after its actor's class."""
-
-Place = tuple[int, str]
-"""Process id and node id of an actor."""
 
 
 def kill_worker(pid: int, actor_class: str = RANK) -> bool:
@@ -99,7 +96,7 @@ class StorageWatch:
         self.patience = patience
         self._clock = clock
         self._pings: dict[str, _Ping] = {}
-        self._places: dict[str, Place] = {}
+        self._locations: dict[str, Location] = {}
 
     def look(self, wait: float) -> list[StorageHeal]:
         """Ping all members, wait `wait` seconds for the answers, and end each member that was silent for too long.
@@ -135,22 +132,22 @@ class StorageWatch:
     def _take(self, member: str, reference: Any) -> None:
         del self._pings[member]
         try:
-            pid, node_id = ray.get(reference)
+            location = Location(*ray.get(reference))
         except RayError as error:
             # The actor died, and Ray says so at once: nothing hangs.
             logger.debug("storage actor %s does not answer: %s", member, error)
             return
-        if self._places.get(member) != (pid, node_id):
-            self._places[member] = (pid, node_id)
+        if self._locations.get(member) != location:
+            self._locations[member] = location
             # For the next supervisor: an actor that hangs can't be asked.
-            publish_ranks(self._key(member), [(pid, node_id)])
+            publish_locations(self._key(member), [location])
 
     def _end_if_hung(self, member: str) -> StorageHeal | None:
         silence = self._clock() - self._pings[member].sent
         if silence < self.patience:
             return None
-        place = self._places.get(member) or next(iter(ranks_of(self._key(member))), None)
-        if place is None or not kill_actor(*place, STORAGE):
+        location = self._locations.get(member) or next(iter(locations_of(self._key(member))), None)
+        if location is None or not kill_actor(*location, STORAGE):
             return None  # the actor is being started, or is dead already
         del self._pings[member]
         now = time.time()
@@ -158,10 +155,10 @@ class StorageWatch:
             "storage actor %s was silent for %.0f s: its process %d was ended and Ray starts it again",
             member,
             silence,
-            place[0],
+            location.pid,
         )
-        return StorageHeal(member, now - silence, now, place[0])
+        return StorageHeal(member, now - silence, now, location.pid)
 
     def _key(self, member: str) -> str:
-        """The name under which the place of a member is noted. The notes are forgotten together with the service."""
+        """The name under which the location of a member is noted. The notes are forgotten together with the service."""
         return f"{self.service}:storage/{member}"

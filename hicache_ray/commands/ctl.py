@@ -130,7 +130,7 @@ def clear_l3_command(settings: dict[str, Any], everything: bool, group: str | No
 @click.pass_obj
 def audit_command(settings: dict[str, Any], read_pages: bool, group: str | None) -> None:
     """Count slots, bytes, references, leases and arenas anew, and say what does not add up."""
-    from hicache_ray.service import audit_service
+    from hicache_ray.service_audit import audit_service
 
     with _service(settings) as service:
         found = audit_service(service, _groups(service, group), read_pages=read_pages).as_dict()

@@ -10,7 +10,8 @@ from hicache_ray.faults.report import Audit
 from hicache_ray.rank.group import Group, GroupError
 from hicache_ray.replay.chat import ChatSpec
 from hicache_ray.replay.driver import RequestSource, Stalled, settle
-from hicache_ray.service import Service, ServiceAudit, audit_service
+from hicache_ray.service import Service
+from hicache_ray.service_audit import ServiceAudit, audit_service
 
 SETTLE_SECONDS = 60.0
 AFTERWARDS = ChatSpec(sessions=4, turns=3, system=32, turn=16, answer=16)
