@@ -59,7 +59,7 @@ class ReductionGroup:
         exchange: connected to the peers; None where this rank is alone.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int, timeout: float, exchange: Exchange | None) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, timeout: float, exchange: FrameExchange | None) -> None:
         self.name = name
         self.rank = rank
         self.world_size = world_size
@@ -101,7 +101,7 @@ class ReductionGroup:
             return cls(name, rank, world_size, timeout, None)
         if ray_collective.is_group_initialized(name):
             raise CollectiveError(f"rank {rank} is already in group {name}; close it, or join the next generation")
-        exchange: Exchange = MinExchange(name) if backend == "hicache" else StockExchange(name, backend)
+        exchange: FrameExchange = MinExchange(name) if backend == "hicache" else StockExchange(name, backend)
         try:
             exchange.connect(rank, world_size, timeout, join_timeout)
         except Exception as error:
@@ -141,7 +141,7 @@ class ReductionGroup:
         if exchange is not None:
             exchange.close()
 
-    def _agree(self, exchange: Exchange, vector: Vector) -> Vector:
+    def _agree(self, exchange: FrameExchange, vector: Vector) -> Vector:
         """Exchanges the length with the first frame: as x and -x, so that MIN shows any difference."""
         deadline = Deadline(self.timeout)
         frame, length = self._frame, len(vector)
@@ -160,7 +160,7 @@ class ReductionGroup:
                 return agreed
 
 
-class Exchange(Protocol):
+class FrameExchange(Protocol):
     """This process's end of a Ray collective group, of our own backend or a stock one."""
 
     def connect(self, rank: int, world_size: int, timeout: float, join_timeout: float) -> None:
@@ -211,7 +211,7 @@ class MinExchange:
         self._swaps = self._folds = False
 
     def connect(self, rank: int, world_size: int, timeout: float, join_timeout: float) -> None:
-        """As `Exchange` says."""
+        """As `FrameExchange` says."""
         ray_collective.init_collective_group(world_size, rank, RAY_BACKEND, self._name)
         handle: HiCacheGroup = ray_collective.get_group_handle(self._name)
         self._handle = handle
@@ -223,7 +223,7 @@ class MinExchange:
         self._links = [Link(group, peer) for peer in peers]
 
     def reduce(self, frame: Vector, deadline: Deadline) -> None:
-        """As `Exchange` says: RuntimeError as torch raises it when a peer fails."""
+        """As `FrameExchange` says: RuntimeError as torch raises it when a peer fails."""
         links = self._links
         if not links:
             raise RuntimeError(f"group {self._name} is closed")
@@ -267,7 +267,7 @@ class StockExchange:
         self._options.reduceOp = ReduceOp.MIN
 
     def connect(self, rank: int, world_size: int, timeout: float, join_timeout: float) -> None:
-        """As `Exchange` says; gives the group the real timeout that Ray leaves at torch's 30 minutes."""
+        """As `FrameExchange` says; gives the group the real timeout that Ray leaves at torch's 30 minutes."""
         backend: Any = self._backend.upper()
         milliseconds = int(join_timeout * 1000)
         ray_collective.init_collective_group(world_size, rank, backend, self._name, gloo_timeout=milliseconds)
@@ -276,7 +276,7 @@ class StockExchange:
             distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), self._handle._pg)
 
     def reduce(self, frame: Vector, deadline: Deadline) -> None:
-        """As `Exchange` says; for NCCL by way of the current CUDA device."""
+        """As `FrameExchange` says; for NCCL by way of the current CUDA device."""
         tensor = torch.from_numpy(frame)
         if self._backend == "gloo":
             self._handle.allreduce([tensor], self._options)
