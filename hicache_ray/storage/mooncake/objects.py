@@ -6,8 +6,9 @@ from __future__ import annotations
 import enum
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -59,14 +60,14 @@ _READS = {
 _WRITES = {0: Outcome.OK, EXISTS: Outcome.OK, NO_SPACE: Outcome.FULL}
 
 
-def read_answer(code: int, expected: int) -> Outcome:
+def read_outcome(code: int, expected: int) -> Outcome:
     """Meaning of `batch_get_into`'s number for an object: its bytes (`expected` of them are wanted) or an error."""
     if code == expected:
         return Outcome.OK
     return Outcome.CORRUPT if code >= 0 else _READS.get(code, Outcome.FAILED)
 
 
-def write_answer(code: int) -> Outcome:
+def write_outcome(code: int) -> Outcome:
     """Meaning of `batch_put_from`'s number for an object. OK is said too when another client is just writing it."""
     return _WRITES.get(code, Outcome.FAILED)
 
@@ -78,38 +79,49 @@ MAX_CALLS = 32
 """Calls under way at once, those given up included, that checksums have room for."""
 
 
-class ObjectStyle(Protocol):
+class ObjectStyle(ABC):
     """Keys and bytes of pages. `last_code` is the last error the store gave."""
 
-    last_code: int
+    last_code = 0
 
+    @abstractmethod
     def keys(self, page_hash: bytes) -> list[str]:
         """The objects of a page."""
 
+    @abstractmethod
     def pattern(self) -> str:
         """A regular expression for the keys of all pages of this identity and tag."""
 
     def spans(self) -> dict[str, Span]:
         """Memory of its own that has to be registered."""
+        return {}
 
-    def check(self, pool: HostPages) -> None:
-        """BackendError when pages of this pool can't be stored so."""
+    @abstractmethod
+    def pieces(self, pool: HostPages) -> int:
+        """Runs of memory a page is moved from and to; BackendError when pages of this pool can't be stored so."""
 
-    def batches(self, count: int, pool: HostPages) -> Iterator[tuple[int, int]]:
-        """Bounds of the calls that `count` pages take."""
-
+    @abstractmethod
     def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
-        """Read pages into the pool."""
+        """Read pages into the pool, not more than `batches` says."""
 
+    @abstractmethod
     def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
-        """Store pages of the pool."""
+        """Store pages of the pool, not more than `batches` says."""
+
+    def batches(self, count: int, pool: HostPages) -> Iterator[slice]:
+        """The calls that `count` pages take."""
+        step = max(1, MAX_PIECES // self.pieces(pool))
+        return (slice(start, start + step) for start in range(0, count, step))
+
+    def note(self, codes: Sequence[int]) -> None:
+        """Keep the first error among the numbers of an answer."""
+        self.last_code = next((code for code in codes if code < 0), self.last_code)
 
 
-class FullObjects:
+class FullObjects(ObjectStyle):
     """One object a page under its full key: the page's segments in order, then 8 bytes of checksum."""
 
     def __init__(self, identity: ModelIdentity, tag: str) -> None:
-        self.last_code = 0
         self._digest = identity.digest
         self._tag = f"{tag}_" if tag else ""
         self._sums = np.zeros((MAX_CALLS, MAX_PIECES // 2), dtype="<u8")
@@ -117,53 +129,48 @@ class FullObjects:
         self._lock = threading.Lock()
 
     def keys(self, page_hash: bytes) -> list[str]:
-        """See ObjectStyle."""
         return [self._tag + storage_key(self._digest, page_hash.hex())]
 
     def pattern(self) -> str:
-        """See ObjectStyle."""
         return f"^{re.escape(self._tag)}{self._digest}-[0-9a-f]+$"
 
     def spans(self) -> dict[str, Span]:
-        """See ObjectStyle."""
         return {"checksums": memory_span(self._sums.view(np.uint8))}
 
-    def check(self, pool: HostPages) -> None:
-        """See ObjectStyle; every layout fits."""
-
-    def batches(self, count: int, pool: HostPages) -> Iterator[tuple[int, int]]:
-        """See ObjectStyle."""
-        return _batches(count, int(np.prod(pool.segments.shape[1:-1])) + 1)
+    def pieces(self, pool: HostPages) -> int:
+        return int(np.prod(pool.segments.shape[1:-1])) + 1
 
     def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
-        """See ObjectStyle; a page whose checksum does not fit is CORRUPT."""
+        """As the base's; a page whose checksum does not fit is CORRUPT."""
         keys = [self.keys(page_hash)[0] for page_hash in hashes]
         row = self._take()
         try:
             addresses, sizes = self._pieces(pages, pool, row)
             codes = store.batch_get_into_multi_buffers(keys, addresses, sizes)
-            answers = [read_answer(code, sum(size)) for code, size in zip(codes, sizes, strict=True)]
-            self._note(codes)
+            self.note(codes)
+            outcomes = []
             for position, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
-                if answers[position] is Outcome.OK:
+                expected = sum(sizes[position])
+                outcome = read_outcome(codes[position], expected)
+                if outcome is Outcome.OK:
                     good = page_checksum(key, page_runs(pool.segments, page)) == self._sums[row, position]
-                    answers[position] = Outcome.OK if good else Outcome.CORRUPT
-                elif answers[position] is Outcome.FAILED and self._has_another_length(store, key, sum(sizes[position])):
-                    answers[position] = Outcome.CORRUPT
-            return answers
+                    outcome = Outcome.OK if good else Outcome.CORRUPT
+                elif outcome is Outcome.FAILED and self._has_another_length(store, key, expected):
+                    outcome = Outcome.CORRUPT
+                outcomes.append(outcome)
+            return outcomes
         finally:
             self._give_back(row)
 
     def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
-        """See ObjectStyle."""
         keys = [self.keys(page_hash)[0] for page_hash in hashes]
         row = self._take()
         try:
             for position, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
                 self._sums[row, position] = page_checksum(key, page_runs(pool.segments, page))
             codes = store.batch_put_from_multi_buffers(keys, *self._pieces(pages, pool, row))
-            self._note(codes)
-            return [write_answer(code) for code in codes]
+            self.note(codes)
+            return [write_outcome(code) for code in codes]
         finally:
             self._give_back(row)
 
@@ -190,72 +197,51 @@ class FullObjects:
         with self._lock:
             self._free.append(row)
 
-    def _note(self, codes: Sequence[int]) -> None:
-        self.last_code = next((code for code in codes if code < 0), self.last_code)
 
-
-class SGLangObjects:
+class SGLangObjects(ObjectStyle):
     """SGLang's objects (case 10): `{hash}_{rank}_k` and `_v` of a page for MHA, `{hash}_k` for MLA. Their length is all
     that can be checked."""
 
     def __init__(self, identity: ModelIdentity, tag: str) -> None:
-        self.last_code = 0
         self._identity = identity
         self._tag = tag
         self._parts = 1 if identity.attention == "mla" else 2
 
     def keys(self, page_hash: bytes) -> list[str]:
-        """See ObjectStyle."""
         return sglang_mooncake_keys([page_hash.hex()], self._identity, tag=self._tag)
 
     def pattern(self) -> str:
-        """See ObjectStyle."""
         mark = bytes(32)
         suffixes = [re.escape(key).replace(mark.hex(), "[0-9a-f]{64}") for key in self.keys(mark)]
         return f"^({'|'.join(suffixes)})$"
 
-    def spans(self) -> dict[str, Span]:
-        """See ObjectStyle."""
-        return {}
-
-    def check(self, pool: HostPages) -> None:
-        """See ObjectStyle; a page must be one run of bytes for each of its components."""
+    def pieces(self, pool: HostPages) -> int:
+        """As the base's: a page must be one run of bytes for each of its components."""
         runs = int(np.prod(pool.segments.shape[1:-1]))
         if runs != self._parts:
             raise BackendError(
                 f"key_style 'sglang' stores a page as {self._parts} objects, but here it is {runs} pieces of memory: "
                 "use a layout that begins with page_, or key_style 'full'"
             )
-
-    def batches(self, count: int, pool: HostPages) -> Iterator[tuple[int, int]]:
-        """See ObjectStyle."""
-        return _batches(count, self._parts)
+        return runs
 
     def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
-        """See ObjectStyle."""
         keys, pointers, sizes = self._pieces(hashes, pages, pool)
         codes = store.batch_get_into(keys, pointers, sizes)
-        return self._folded(codes, [read_answer(code, size) for code, size in zip(codes, sizes, strict=True)])
+        return self._folded(codes, [read_outcome(code, size) for code, size in zip(codes, sizes, strict=True)])
 
     def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
-        """See ObjectStyle."""
         codes = store.batch_put_from(*self._pieces(hashes, pages, pool))
-        return self._folded(codes, [write_answer(code) for code in codes])
+        return self._folded(codes, [write_outcome(code) for code in codes])
 
     def _pieces(self, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> tuple[list[str], list[int], list[int]]:
         addresses = page_addresses(pool.segments, pages).reshape(-1).tolist()
         keys = [key for page_hash in hashes for key in self.keys(page_hash)]
         return keys, addresses, [pool.segments.shape[-1]] * len(addresses)
 
-    def _folded(self, codes: Sequence[int], answers: Sequence[Outcome]) -> list[Outcome]:
+    def _folded(self, codes: Sequence[int], outcomes: Sequence[Outcome]) -> list[Outcome]:
         """A page is what the first of its components is that is not OK (case 12)."""
-        self.last_code = next((code for code in codes if code < 0), self.last_code)
-        starts = range(0, len(answers), self._parts)
-        pages = [answers[start : start + self._parts] for start in starts]
-        return [next((answer for answer in page if answer is not Outcome.OK), Outcome.OK) for page in pages]
-
-
-def _batches(count: int, pieces: int) -> Iterator[tuple[int, int]]:
-    step = max(1, MAX_PIECES // pieces)
-    for start in range(0, count, step):
-        yield start, min(start + step, count)
+        self.note(codes)
+        starts = range(0, len(outcomes), self._parts)
+        pages = [outcomes[start : start + self._parts] for start in starts]
+        return [next((outcome for outcome in page if outcome is not Outcome.OK), Outcome.OK) for page in pages]

@@ -49,7 +49,7 @@ class MooncakeStorage(Storage):
     def register_host_pool(self, pool: HostPages) -> None:
         """As the base's; RuntimeError when the transport can't register the pool's memory, BackendError when the
         pool's layout does not fit the keys."""
-        self.objects.check(pool)
+        self.objects.pieces(pool)
         super().register_host_pool(pool)
         self.connection.register("host pool", memory_span(pool.segments))
 
@@ -104,28 +104,29 @@ class MooncakeStorage(Storage):
 
     def _get(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> int:
         """Read pages; how many came whole, from the first on."""
-        assert self.host_pool is not None
-        for start, stop in self.objects.batches(len(hashes), self.host_pool):
-            answers = self._read(store, hashes[start:stop], pages[start:stop])
-            for position, answer in enumerate(answers):
-                if answer is Outcome.CORRUPT:
+        hits = 0
+        for batch in self.objects.batches(len(hashes), self.pool_for(hashes, pages)):
+            outcomes = self._read(store, hashes[batch], pages[batch])
+            for page_hash, outcome in zip(hashes[batch], outcomes, strict=True):
+                if outcome is Outcome.CORRUPT:
                     self.counters.add(corrupt=1)
-                    self._remove(store, hashes[start + position])
-                if answer is not Outcome.OK:
-                    return start + position
-        return len(hashes)
+                    self._remove(store, page_hash)
+                if outcome is not Outcome.OK:
+                    return hits
+                hits += 1
+        return hits
 
     def _read(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> list[Outcome]:
         assert self.host_pool is not None
-        answers = self.objects.read(store, hashes, pages, self.host_pool)
-        expired = [position for position, answer in enumerate(answers) if answer is Outcome.AGAIN]
+        outcomes = self.objects.read(store, hashes, pages, self.host_pool)
+        expired = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.AGAIN]
         if expired:
             again = self.objects.read(store, [hashes[i] for i in expired], pages[expired], self.host_pool)
-            for position, answer in zip(expired, again, strict=True):
-                answers[position] = answer
-        if Outcome.FAILED in answers:
+            for position, outcome in zip(expired, again, strict=True):
+                outcomes[position] = outcome
+        if Outcome.FAILED in outcomes:
             self._failed("get", self.objects.last_code)
-        return answers
+        return outcomes
 
     def _set(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> int:
         """Store pages; how many are stored, from the first on."""
@@ -133,8 +134,8 @@ class MooncakeStorage(Storage):
         present = self._present(store, hashes)
         new = [position for position, there in enumerate(present) if not there]
         stored: list[int] = []
-        for start, stop in self.objects.batches(len(new), self.host_pool):
-            batch = new[start:stop]
+        for bounds in self.objects.batches(len(new), self.host_pool):
+            batch = new[bounds]
             good = self._write(store, [hashes[i] for i in batch], pages[batch])
             stored += batch[:good]
             if good < len(batch):
@@ -147,10 +148,10 @@ class MooncakeStorage(Storage):
     def _write(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> int:
         """Store pages that are not there; how many are, from the first on."""
         assert self.host_pool is not None
-        answers = self.objects.write(store, hashes, pages, self.host_pool)
-        if Outcome.FAILED in answers:
+        outcomes = self.objects.write(store, hashes, pages, self.host_pool)
+        if Outcome.FAILED in outcomes:
             self._failed("put", self.objects.last_code)
-        taken = [position for position, answer in enumerate(answers) if answer is Outcome.OK]
+        taken = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.OK]
         # The store says yes too to an object that another client is just writing.
         there = self._wait_until_present(store, [hashes[i] for i in taken])
         whole = {position for position, ok in zip(taken, there, strict=True) if ok}

@@ -11,8 +11,9 @@ import logging
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -169,28 +170,27 @@ Ask = Callable[..., Any]
 SUM_SUFFIX = ".sum"
 
 
-class PagePath(Protocol):
-    """Moves pages between the class and the host pool `pool`."""
-
-    pool: HostPages
-
-    def get(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> list[bool | None]:
-        """Read pages; per page True, False when it is not there, None when it is not what was stored."""
-
-    def set(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> int:
-        """Store pages; how many, from the first on, are stored."""
-
-
-class TensorPath:
-    """`batch_get` and `batch_set`: one flat tensor a page, its checksum behind its bytes."""
+class PagePath(ABC):
+    """Moves pages between the class and the host pool `pool`, each with a checksum where `checksum` says so."""
 
     def __init__(self, ask: Ask, pool: HostPages, checksum: bool) -> None:
         self.pool = pool
         self._ask = ask
         self._checksum = checksum
 
+    @abstractmethod
     def get(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> list[bool | None]:
-        """See PagePath."""
+        """Read pages; per page True, False when it is not there, None when it is not what was stored."""
+
+    @abstractmethod
+    def set(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> int:
+        """Store pages; how many, from the first on, are stored."""
+
+
+class TensorPath(PagePath):
+    """`batch_get` and `batch_set`: one flat tensor a page, its checksum behind its bytes."""
+
+    def get(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> list[bool | None]:
         length = self.pool.page_bytes + (CHECKSUM_BYTES if self._checksum else 0)
         targets = [torch.zeros(length, dtype=torch.uint8) for _ in keys]
         answers = tensors_as_bytes(self._ask("batch_get", keys, targets), len(keys))
@@ -210,7 +210,6 @@ class TensorPath:
         return True
 
     def set(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> int:
-        """See PagePath."""
         values = []
         for key, page in zip(keys, pages.tolist(), strict=True):
             body = np.array(self.pool.segments[page]).reshape(-1)
@@ -220,17 +219,11 @@ class TensorPath:
         return len(keys) if self._ask("batch_set", keys, values) is True else 0
 
 
-class ZeroCopyPath:
+class ZeroCopyPath(PagePath):
     """`batch_get_v1` and `batch_set_v1`: the class reads and writes the host pool itself; the checksums go beside the
     pages, under their keys with ".sum", through `batch_get` and `batch_set`."""
 
-    def __init__(self, ask: Ask, pool: HostPages, checksum: bool) -> None:
-        self.pool = pool
-        self._ask = ask
-        self._checksum = checksum
-
     def get(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> list[bool | None]:
-        """See PagePath."""
         done = leading_of(self._ask("batch_get_v1", keys, self._indices(pages), extra), len(keys))
         if not self._checksum or not done:
             return [position < done for position in range(len(keys))]
@@ -244,7 +237,6 @@ class ZeroCopyPath:
         return answers
 
     def set(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> int:
-        """See PagePath."""
         stored = leading_of(self._ask("batch_set_v1", keys, self._indices(pages), extra), len(keys))
         if not self._checksum or not stored:
             return stored
