@@ -32,7 +32,8 @@ class ActorAnswer(NamedTuple):
 
 
 class PoolMember:
-    """Calls to one storage actor that never raise: what fails is None, counted, and opens the breaker. Thread-safe.
+    """Calls to one storage actor that never raise. A call that fails gives None, is counted, and opens the breaker.
+    Thread-safe.
 
     Attributes:
         name: of the member.

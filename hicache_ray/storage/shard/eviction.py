@@ -23,7 +23,7 @@ class Page:
         stored: False once it left the index; its cell may still be leased.
     """
 
-    __slots__ = ("expires", "frequency", "key", "label", "leases", "order", "cell", "cell_bytes", "stored", "tick")
+    __slots__ = ("cell", "cell_bytes", "expires", "frequency", "key", "label", "leases", "order", "stored", "tick")
 
     def __init__(
         self,

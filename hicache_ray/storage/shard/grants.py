@@ -13,10 +13,10 @@ import xxhash
 from hicache_ray.storage.shard.layout import MAX_LABEL_BYTES
 
 MISSING, GRANTED, EXISTING, REFUSED = 0, 1, 2, 3
-"""Status of a grant: the page is not here; here it may be read or written; it is stored already; there is no room."""
+"""Status of a grant: the page is not here; its cell may be read or written; it is stored already; there is no room."""
 
 GRANT = np.dtype([("cell", "<i8"), ("offset", "<i8"), ("generation", "<u8"), ("checksum", "<u8"), ("status", "<i8")])
-"""What a client is told about one page: the cell, where its data is in the arena file, the generation that the cell's
+"""One page of an answer to a client: the cell, the offset of its data in the arena file, the generation that the cell's
 header shows as long as the grant is good, the checksum of the data (reads only), and the status."""
 
 Grants = npt.NDArray[Any]

@@ -1,11 +1,11 @@
 """One storage actor's pages, without Ray: an index over an arena, reservations, leases, eviction.
 
-A page is written in two steps (`reserve`, copy, `commit`) and read in three (`acquire`, copy, `release`); the copying
-is the caller's. A page is seen from its commit on, whole. What a dead client left reserved or leased expires.
-All methods are thread-safe and short: none of them copies pages (`release` may read a suspect one).
+To write a page, a client calls `reserve`, copies, and calls `commit`. To read one, it calls `acquire`, copies, and
+calls `release`. The copying is the client's. A page is visible from its commit on, whole. Reservations and leases of a
+dead client expire. All methods are thread-safe and short: none copies pages (`release` may read a suspect one).
 
-Pages that move between shards: the one that has them looks at them with `keys_by_use`, `describe` and `lend`, the one
-that gets them answers `offer` and `commit`; the first then may `discard` them.
+Pages also move between shards. The shard that has them looks at them with `keys_by_use`, `describe` and `lend`. The
+shard that gets them answers `offer` and `commit`. After that the first shard may `discard` them.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Shard:
             checksums: xxh3_64 of each granted page, in the order of the grants.
             good: which of them were written; the others' cells are given back and their flag is False.
 
-        A reservation that expired, was aborted or is unknown gives all False. Committing twice gives the first answer.
+        A reservation that expired, was released or is unknown gives all False. Committing twice gives the first answer.
 
         Raises:
             ValueError: not one checksum per granted page.
