@@ -79,6 +79,22 @@ def test_every_module_that_a_page_names_exists() -> None:
     assert missing == []
 
 
+def test_the_tree_of_files_names_every_folder_and_no_file_that_is_gone() -> None:
+    """Rows "| `hicache_ray/folder/` | ... `file.py` ... |"."""
+    tree = (
+        (REPOSITORY / "docs" / "architecture.md").read_text().partition("## The tree of files")[2].partition("## ")[0]
+    )
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", tree, re.MULTILINE)
+    listed = [re.findall(r"`([^`]+)`", paths) for paths, _ in rows]
+    for paths, (_, text) in zip(listed, rows, strict=True):
+        for file in re.findall(r"`(\w+\.py)`", text):
+            assert any((REPOSITORY / path / file).exists() for path in paths), f"{paths}: {file}"
+    package = [path for path in (REPOSITORY / "hicache_ray").rglob("*/") if (path / "__init__.py").exists()]
+    folders = {f"{path.relative_to(REPOSITORY)}/" for path in package}
+    files = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "hicache_ray").glob("[!_]*.py")}
+    assert (folders | files) - {path for paths in listed for path in paths} == set()
+
+
 def test_every_function_beside_its_file_is_there() -> None:
     """Table rows "| `Class.method` | `hicache_ray/file.py` |"."""
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
