@@ -31,4 +31,4 @@ class Channel(Protocol):
         """Start a call; ChannelLost when the actor can't be found. Never waits for the answer."""
 
     def send(self, method: str, *args: Any) -> None:
-        """Start a call whose answer nobody waits for. Never raises: a lease that is not released expires at the actor."""
+        """Start a call whose answer nobody waits for. Never raises: a lease that stays open expires at the actor."""
