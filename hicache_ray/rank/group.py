@@ -91,7 +91,7 @@ class Exchange(ABC):
         """Calls a method of every rank, beside the steps; the answers in rank order.
 
         Args:
-            method: of `Rank`.
+            method: of `Rank`, or `snapshot`: its metrics.
             timeout: seconds; None: as long as a step may take.
 
         Raises:
