@@ -91,7 +91,7 @@ def main() -> int:
     from hicache_ray.replay.driver import DriveSettings
     from hicache_ray.replay.run import ray_groups, replay_workload
     from hicache_ray.replay.settings import ReplaySettings, replay_config
-    from hicache_ray.replay.workload import load_workload
+    from hicache_ray.replay.traces import load_workload
 
     shape = f"chat:sessions={-(-options.requests // TURNS)},turns={TURNS},system=128,turn=32,answer=32"
     workload = load_workload(shape, seed=options.seed, limit=options.requests)

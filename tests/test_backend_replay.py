@@ -14,7 +14,7 @@ from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.replay.driver import ENGINE, DriveSettings, Tally, drive, settle
 from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.settings import ReplaySettings, replay_config
-from hicache_ray.replay.workload import load_workload
+from hicache_ray.replay.traces import load_workload
 from hicache_ray.testing.subject import StorageSubject, Unsupported
 from tests.mooncake_cluster import MooncakeCluster, unavailable
 from tests.mooncake_subject import MooncakeSubject

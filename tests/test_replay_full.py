@@ -11,7 +11,7 @@ from hicache_ray.replay.report import ReplayReport
 from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.run import local_groups, replay_workload
 from hicache_ray.replay.settings import ReplaySettings, replay_config
-from hicache_ray.replay.workload import load_workload
+from hicache_ray.replay.traces import load_workload
 from hicache_ray.storage.memory import BACKEND
 
 SMALL = {"layers": 2, "heads": 2, "head_dim": 4, "prefetch_policy": "wait_complete"}

@@ -11,7 +11,7 @@ from hicache_ray.config import ConfigError
 from hicache_ray.replay.index_only import IndexReplayError, IndexSettings, replay_index
 from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.settings import ReplaySettings, index_settings
-from hicache_ray.replay.workload import load_workload
+from hicache_ray.replay.traces import load_workload
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from hicache_ray.replay.report import ReplayReport
 from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.run import ray_groups, replay_workload
 from hicache_ray.replay.settings import ReplaySettings, replay_config
-from hicache_ray.replay.workload import load_workload
+from hicache_ray.replay.traces import load_workload
 from tests.cluster import shared_cluster
 from tests.conftest import REPOSITORY
 from tests.storage_ray import arena_files

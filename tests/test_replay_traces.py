@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ray.replay.traces import TraceError, mooncake_lines, read_records
-from hicache_ray.replay.workload import load_workload
+from hicache_ray.replay.traces import TraceError, load_workload, mooncake_lines, read_records
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [0, 1]}
 

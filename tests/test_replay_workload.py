@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.replay.chat import ChatSpecError
-from hicache_ray.replay.traces import TraceError, block_token_ids
-from hicache_ray.replay.workload import load_workload
+from hicache_ray.replay.traces import TraceError, block_token_ids, load_workload
 
 
 def test_chat_conversations_grow_by_their_own_answers() -> None:

@@ -11,7 +11,7 @@ from hicache_ray.commands.parameters import OutputPath, write_json
 from hicache_ray.commands.replay import LOCAL, RAY, checked_config, run_replay
 from hicache_ray.replay.report import report_tables, tier_sentences
 from hicache_ray.replay.settings import ReplaySettings
-from hicache_ray.replay.workload import load_workload
+from hicache_ray.replay.traces import load_workload
 
 WORKLOAD = "chat:sessions=40,turns=6,system=512,turn=96,answer=96"
 DEMO_SETTINGS = ReplaySettings.of(

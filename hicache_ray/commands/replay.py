@@ -37,8 +37,7 @@ from hicache_ray.replay.settings import (
     replay_config,
 )
 from hicache_ray.replay.sweep import check_plot, combinations, parse_sweeps, plot_sweep, read_value
-from hicache_ray.replay.traces import BLOCK_TOKENS
-from hicache_ray.replay.workload import load_workload
+from hicache_ray.replay.traces import BLOCK_TOKENS, load_workload
 from hicache_ray.storage.registry import parse_storage_url
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from hicache_ray.faults.watch import ChaosWatch
 from hicache_ray.replay.chat import ChatSpec
 from hicache_ray.replay.driver import ENGINE, RequestSource
 from hicache_ray.replay.settings import ReplaySettings, replay_config
-from hicache_ray.replay.workload import load_workload
+from hicache_ray.replay.traces import load_workload
 from hicache_ray.service import RayStart, Service, start
 
 DRAIN_SECONDS = 60.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from hicache_ray.index import IndexOptions, TieredIndex
 from hicache_ray.radix.key import Key
@@ -41,13 +40,6 @@ class IndexSettings:
     instances: int = 1
 
 
-class _Lookup(NamedTuple):
-    """One request as the index sees it."""
-
-    key: Key
-    tokens: int
-
-
 def replay_index(workload: Workload, settings: IndexSettings, progress: OnProgress | None = None) -> ReplayReport:
     """Runs every request of the workload: look up, load back, make room, insert.
 
@@ -59,8 +51,8 @@ def replay_index(workload: Workload, settings: IndexSettings, progress: OnProgre
     page_tokens = workload.blocks.block_tokens if workload.blocks else settings.page_size
     counts = TokenCounts()
     began = time.perf_counter()
-    for number, lookup in enumerate(_lookups(workload, settings.page_size)):
-        _serve(indexes[number % len(indexes)], lookup, page_tokens, counts)
+    for number, (key, tokens) in enumerate(_keys(workload, settings.page_size)):
+        _serve(indexes[number % len(indexes)], key, tokens, page_tokens, counts)
         if progress is not None:
             progress(number + 1)
     return ReplayReport(
@@ -69,7 +61,7 @@ def replay_index(workload: Workload, settings: IndexSettings, progress: OnProgre
         settings={**asdict(settings), "l1_pages": l1_pages},
         counts=counts,
         seconds=time.perf_counter() - began,
-        ledger=_ledger(indexes),
+        ledger={name: add_up(index.ledger()[pool].as_dict() for index in indexes) for pool, name in POOL_NAMES.items()},
         evictions=add_up(evictions_of(asdict(index.stats)) for index in indexes),
     )
 
@@ -88,24 +80,23 @@ def _index(workload: Workload, settings: IndexSettings, l1_pages: int) -> Tiered
     )
 
 
-def _lookups(workload: Workload, page_size: int) -> Iterator[_Lookup]:
+def _keys(workload: Workload, page_size: int) -> Iterator[tuple[Key, int]]:
+    """Each request as the index sees it, with its prompt's tokens."""
     if workload.blocks is not None:
-        for request in workload.blocks.requests:
-            yield _Lookup(Key.of(request.blocks, 1), request.tokens)
+        for blocks, tokens in workload.blocks.requests:
+            yield Key.of(blocks, 1), tokens
         return
-    for prompt in workload:
-        key = Key.of(prompt.prompt, page_size, namespace=prompt.namespace)
-        yield _Lookup(key, len(prompt.prompt))
+    for request in workload:
+        yield Key.of(request.prompt, page_size, namespace=request.namespace), len(request.prompt)
 
 
 def _all_pages(workload: Workload, page_size: int) -> int:
     if workload.blocks is not None:
         return workload.blocks.unique
-    return sum(lookup.key.pages for lookup in _lookups(workload, page_size)) or 1
+    return sum(key.pages for key, _ in _keys(workload, page_size)) or 1
 
 
-def _serve(index: TieredIndex, lookup: _Lookup, page_tokens: int, counts: TokenCounts) -> None:
-    key = lookup.key
+def _serve(index: TieredIndex, key: Key, tokens: int, page_tokens: int, counts: TokenCounts) -> None:
     match = index.match(key)
     index.tree.lock(match.device_node)
     loaded = index.load_back(match) if match.host_pages else None
@@ -117,26 +108,15 @@ def _serve(index: TieredIndex, lookup: _Lookup, page_tokens: int, counts: TokenC
         )
     index.insert(key, pages, match=match)
     index.tree.unlock(match.device_node)
-    _settle(index)
-    found_l1 = min(match.device_pages * page_tokens, lookup.tokens)
-    found = min(cached * page_tokens, lookup.tokens)
-    counts.requests += 1
-    counts.blocks += -(-lookup.tokens // page_tokens)
-    counts.hit_blocks += cached
-    counts.tokens += lookup.tokens
-    counts.tokens_l1 += found_l1
-    counts.tokens_l2 += found - found_l1
-    counts.tokens_computed += lookup.tokens - found
-
-
-def _settle(index: TieredIndex) -> None:
     index.transfers.take_issued()
     index.transfers.acknowledge_writes(len(index.transfers.writes))
     index.transfers.acknowledge_loads(len(index.transfers.loads))
-
-
-def _ledger(indexes: list[TieredIndex]) -> dict[str, dict[str, int]]:
-    return {
-        report_name: add_up(index.ledger()[name].as_dict() for index in indexes)
-        for name, report_name in POOL_NAMES.items()
-    }
+    found_l1 = min(match.device_pages * page_tokens, tokens)
+    found = min(cached * page_tokens, tokens)
+    counts.requests += 1
+    counts.blocks += -(-tokens // page_tokens)
+    counts.hit_blocks += cached
+    counts.tokens += tokens
+    counts.tokens_l1 += found_l1
+    counts.tokens_l2 += found - found_l1
+    counts.tokens_computed += tokens - found

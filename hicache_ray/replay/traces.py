@@ -1,6 +1,7 @@
-"""Trace files: the requests of real services, one JSON object a line, plain, .gz or .xz.
+"""What a user names as a replay's workload: a made-up chat, or a trace file of a real service.
 
-A new format is one more `TraceFormat` in `FORMATS`. The known ones are:
+A trace is one JSON object a line, plain, .gz or .xz; a new format is one more `TraceFormat` in `FORMATS`.
+The known ones are:
 
 * Mooncake: `{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, ...]}`. An id names each
   block of 512 prompt tokens; the last block may be partial. Equal ids stand for equal prefixes up to and with that
@@ -23,7 +24,11 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from hicache_ray.replay import chat
 from hicache_ray.replay.requests import BlockRequest, BlockTrace, ReplayRequest, TokenArray, Workload
+
+BLOCK_TOKENS = 512
+"""Prompt tokens one hash id of a Mooncake trace stands for."""
 
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 _BROKEN = (gzip.BadGzipFile, lzma.LZMAError, EOFError, zlib.error, UnicodeDecodeError)
@@ -37,7 +42,7 @@ class TraceError(ValueError):
 
 
 class TraceOptions(NamedTuple):
-    """What a user may say about a trace; see `workload.load_workload`."""
+    """What a user may say about a trace; see `load_workload`."""
 
     limit: int | None
     seed: int
@@ -48,28 +53,39 @@ class TraceFormat(NamedTuple):
     """One form of trace file.
 
     Attributes:
-        name: for people.
         recognises: whether a file whose first record this is has this form.
         load: the workload of a file by its name and records. Raises TraceError for a malformed record.
     """
 
-    name: str
     recognises: Callable[[dict[str, Any]], bool]
     load: Callable[[str, Records, TraceOptions], Workload]
 
 
-def load_trace(source: str, options: TraceOptions) -> Workload:
-    """The workload of a trace file.
+def load_workload(
+    source: str, *, limit: int | None = None, seed: int = 0, block_tokens: int = BLOCK_TOKENS
+) -> Workload:
+    """The workload a user names: "chat:..." or the path of a trace in one of `FORMATS`.
+
+    Args:
+        source: the name.
+        limit: the first so many requests only.
+        seed: of everything that is made up: chat lengths and tokens, tokens of trace blocks and answers.
+        block_tokens: tokens each 512-token block of a Mooncake trace becomes; fewer than 512 scale the trace down.
 
     Raises:
         TraceError: the file is missing, unreadable or empty, or a line is malformed.
+        ChatSpecError: what is wrong with the chat.
     """
+    if not source.strip():
+        raise TraceError(f"{source!r} names no trace: give a file, or chat:sessions=50,turns=6")
+    if source == chat.NAME or source.startswith(chat.PREFIX):
+        return chat.chat_workload(source, limit, seed)
     records = read_records(Path(source))
     first = next(records, None)
     if first is None:
         raise TraceError(f"{source}: holds no requests")
     form = next(form for form in FORMATS if form.recognises(first[1]))
-    return form.load(source, chain([first], records), options)
+    return form.load(source, chain([first], records), TraceOptions(limit, seed, block_tokens))
 
 
 def read_records(path: Path) -> Generator[tuple[str, dict[str, Any]], None, None]:
@@ -122,9 +138,6 @@ def _named(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-BLOCK_TOKENS = 512
-"""Prompt tokens one hash id of a Mooncake trace stands for."""
-
 MAX_REQUEST_TOKENS = 1 << 24
 """Longest prompt or answer taken, in tokens; a larger number in a trace is a mistake."""
 
@@ -174,10 +187,11 @@ def _length(where: str, record: dict[str, Any], name: str, least: int) -> int:
 
 
 def _mooncake(source: str, records: Records, options: TraceOptions) -> Workload:
-    trace, block_tokens, seed = mooncake_lines(islice(records, options.limit)), options.block_tokens, options.seed
+    limit, seed, block_tokens = options
+    trace = mooncake_lines(islice(records, limit))
     numbers: dict[int, int] = {}
-    for request in trace:
-        for block in request.hash_ids:
+    for line in trace:
+        for block in line.hash_ids:
             numbers.setdefault(block, len(numbers))
     if len(numbers) * block_tokens > 1 << 32:
         raise TraceError(
@@ -187,24 +201,19 @@ def _mooncake(source: str, records: Records, options: TraceOptions) -> Workload:
 
     requests = tuple(
         BlockRequest(
-            np.array([numbers[block] for block in request.hash_ids], dtype=np.uint32),
-            _scaled(request.input_length, block_tokens),
+            np.array([numbers[block] for block in line.hash_ids], dtype=np.uint32),
+            _scaled(line.input_length, block_tokens),
         )
-        for request in trace
+        for line in trace
     )
+    outputs = [_scaled(line.output_length, block_tokens) for line in trace]
 
     def make() -> Iterator[ReplayRequest]:
-        for index, (request, (blocks, tokens)) in enumerate(zip(trace, requests, strict=True)):
-            yield ReplayRequest(
-                rid=f"r{index}",
-                prompt=block_token_ids(blocks, block_tokens, seed)[:tokens],
-                output=_answer(index, _scaled(request.output_length, block_tokens), seed),
-            )
+        for index, ((blocks, tokens), output) in enumerate(zip(requests, outputs, strict=True)):
+            prompt = block_token_ids(blocks, block_tokens, seed)[:tokens]
+            yield ReplayRequest(f"r{index}", prompt, _answer(index, output, seed))
 
-    longest = max(
-        tokens + _scaled(request.output_length, block_tokens)
-        for request, (_, tokens) in zip(trace, requests, strict=True)
-    )
+    longest = max(request.tokens + output for request, output in zip(requests, outputs, strict=True))
     return Workload(source, len(trace), longest, make, BlockTrace(len(numbers), block_tokens, requests))
 
 
@@ -285,8 +294,8 @@ def _listed(source: str, requests: list[ReplayRequest]) -> Workload:
 
 
 FORMATS = (
-    TraceFormat("tau-bench", lambda record: "traj" in record, _tau_bench),
-    TraceFormat("LMCache agent trace", lambda record: "session_id" in record and "input" in record, _agent),
-    TraceFormat("Mooncake", lambda record: True, _mooncake),
+    TraceFormat(lambda record: "traj" in record, _tau_bench),
+    TraceFormat(lambda record: "session_id" in record and "input" in record, _agent),
+    TraceFormat(lambda record: True, _mooncake),
 )
 """Every format; the first that recognises a file's first record is taken."""
