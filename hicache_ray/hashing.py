@@ -21,24 +21,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "EMPTY_NAMESPACE",
-    "HASH_BYTES",
-    "ModelIdentity",
-    "Namespace",
-    "TokenRangeError",
-    "Tokens",
-    "bigram_units",
-    "event_id",
-    "page_hash",
-    "page_hashes",
-    "sglang_file_key",
-    "sglang_file_suffix",
-    "sglang_mooncake_keys",
-    "storage_key",
-    "token_bytes",
-]
-
 HASH_BYTES = 32
 """Length of a page hash and of a namespace seed."""
 
@@ -289,17 +271,13 @@ def storage_key(identity_digest: str, page_hash_hex: str) -> str:
     return f"{identity_digest}-{page_hash_hex}"
 
 
-def sglang_file_suffix(identity: ModelIdentity) -> str:
-    """What SGLang's file backend appends to a page hash (case 9). It does not tell pipeline stages apart."""
-    model = identity.model.replace("/", "-")
-    if identity.attention == "mla":
-        return f"_{model}"
-    return f"_{model}_{identity.tp_rank}_{identity.tp_size}"
-
-
 def sglang_file_key(page_hash_hex: str, identity: ModelIdentity) -> str:
-    """The key under which SGLang's file backend stores the page (case 9); its file is that name plus `.bin`."""
-    return page_hash_hex + sglang_file_suffix(identity)
+    """The key under which SGLang's file backend stores the page (case 9); its file is that name plus `.bin`.
+
+    It does not tell pipeline stages apart.
+    """
+    key = f"{page_hash_hex}_{identity.model.replace('/', '-')}"
+    return key if identity.attention == "mla" else f"{key}_{identity.tp_rank}_{identity.tp_size}"
 
 
 def sglang_mooncake_keys(page_hash_hexes: Sequence[str], identity: ModelIdentity, *, tag: str = "") -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -197,7 +198,7 @@ class IndexPair:
         for write in writes:
             node, start, blocking = naive.acknowledge_write()
             assert (write.node.seq, write.start, write.blocking) == (node.seq, start, blocking)
-            if index.hash_pages and rng.random() < 0.8:
+            if index.options.hash_pages and rng.random() < 0.8:
                 nodes = self.naive_nodes()
                 for backup in index.transfers.begin_backups(write):
                     node = nodes[backup.node.seq]
@@ -264,7 +265,8 @@ class IndexPair:
         self.index.enable_hashes()
 
     def change_write_policy(self) -> None:
-        self.index.write_policy = self.naive.write_policy = self.rng.choice(WRITE_POLICIES)
+        self.naive.write_policy = self.rng.choice(WRITE_POLICIES)
+        self.index.options = replace(self.index.options, write_policy=self.naive.write_policy)
 
     # -- comparison --------------------------------------------------------------------------------------------------
 

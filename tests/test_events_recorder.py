@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from hicache_ray.events import (
     ReplayError,
 )
 from hicache_ray.events.index import Block
-from hicache_ray.events.recorder import nodes_being_written
 from hicache_ray.events.wire import MEDIA, Event
 from hicache_ray.hashing import Namespace, event_id, page_hashes
 from hicache_ray.index import TieredIndex
@@ -65,7 +65,7 @@ def pages(events: Sequence[Event]) -> list[tuple[str | None, tuple[object, ...] 
 def tree_of(index: TieredIndex) -> dict[str, dict[int, Block]]:
     """What the index holds by tier, as a replayed log would have it; pages still being written are not on the host."""
     found: dict[str, dict[int, Block]] = {GPU: {}, CPU: {}}
-    unwritten = nodes_being_written(index)
+    unwritten = index.transfers.unwritten()
     step = 8 if index.bigram else 4
     for node in index.tree.nodes():
         assert node.parent is not None and node.hash_value is not None
@@ -116,7 +116,7 @@ def test_case_62_stored_removed_and_cleared() -> None:
     first, second = (event for event in events if isinstance(event, BlockStored))
     assert first == BlockStored((ONE, TWO), None, (1, 2, 3, 4), 2, GPU, reason="computed")
     assert second.parent_block_hash == ONE
-    kit.index.write_policy = "write_through"
+    kit.index.options = replace(kit.index.options, write_policy="write_through")
     kit.index.host.alloc(kit.index.host.total)
     evict(kit.index, 1)
     assert drain(recorder) == [BlockRemoved((TWO,), GPU, "evicted")]

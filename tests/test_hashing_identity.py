@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from hicache_ray.hashing import ModelIdentity, sglang_file_key, sglang_file_suffix, sglang_mooncake_keys, storage_key
+from hicache_ray.hashing import ModelIdentity, sglang_file_key, sglang_mooncake_keys, storage_key
 
 BASE = ModelIdentity(
     model="org/m",
@@ -88,7 +88,6 @@ def test_storage_key_joins_identity_and_page():
     ids=["case_9_mha", "case_9_mla", "case_9_mla_rank_1", "case_9_no_model", "case_9_pipeline"],
 )
 def test_file_suffix(identity, suffix):
-    assert sglang_file_suffix(identity) == suffix
     assert sglang_file_key("f00", identity) == "f00" + suffix
 
 

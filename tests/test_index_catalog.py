@@ -51,7 +51,8 @@ class Serving:
             match = index.match(self._key())
             return match.device_pages, match.host_pages
         if kind == "policy":
-            index.write_policy = rng.choice(("write_through", "write_through_selective", "write_back"))
+            policy = rng.choice(("write_through", "write_through_selective", "write_back"))
+            index.options = replace(index.options, write_policy=policy)
             return None
         tokens = rng.randint(1, 6) * index.page_size
         freed = evict(index, tokens) if kind == "evict" else evict_host(index, tokens)
@@ -168,7 +169,7 @@ def test_a_fresh_rank_takes_all_over_that_a_tree_depends_on() -> None:
 def test_what_was_changed_at_run_time_is_kept() -> None:
     index = TieredIndex(PLAIN)
     index.events.sink = lambda kind, tier, node, reason: None
-    index.write_policy = "write_back"
+    index.options = replace(index.options, write_policy="write_back")
     index.enable_hashes()
     index.options = replace(index.options, load_back_threshold=7)
     new = rebuilt(index)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hicache_ray.index import Write
 from tests.index_kit import Kit, evict, evict_host
 
@@ -79,7 +81,7 @@ def test_another_write_policy_may_come_later() -> None:
     kit.put(1, 2, 3)
     evict(kit.index, 1)
     kit.settle()
-    kit.index.write_policy = "write_through_selective"
+    kit.index.options = replace(kit.index.options, write_policy="write_through_selective")
     assert evict(kit.index, 2) == 2
     kit.settle()
     assert kit.tree() == [(0, [1, 2], "H"), (2, [3], "H")]

@@ -84,7 +84,7 @@ class EventRecorder:
         index.enable_hashes()
         index.events.sink = self._note
         self._noted = [Noted("cleared", "device", RESTARTED), Noted("cleared", "host", RESTARTED)]
-        unwritten = nodes_being_written(index)
+        unwritten = index.transfers.unwritten()
         for node in index.tree.nodes():
             if node.value is not None:
                 self._note("stored", "device", node, PRESENT)
@@ -114,14 +114,3 @@ class EventRecorder:
         above = node.parent.hash_value
         parent = above[-1] if above else None
         self._noted.append(Noted(kind, tier, reason, hashes, parent, node.key, node.namespace))
-
-
-def nodes_being_written(index: TieredIndex) -> set[Node]:
-    """Nodes whose pages are on their way to the host: they are stored there from the acknowledgement on."""
-    nodes: set[Node] = set()
-    for write in index.transfers.writes:
-        node: Node | None = write.node
-        while node is not None and node.end > write.start:
-            nodes.add(node)
-            node = node.parent
-    return nodes

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ray.hashing import HASH_BYTES, Namespace, page_hashes
+from hicache_ray.hashing import HASH_BYTES, Namespace
 from hicache_ray.index.tiered import TieredIndex
 from hicache_ray.pages import NO_PAGES, Pages
 from hicache_ray.radix.key import Key
@@ -88,12 +88,12 @@ class Catalog(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 def catalog_of(index: TieredIndex) -> Catalog:
     """The catalog of an index; nothing may be in flight."""
     # Using a node uses those above it, so a parent is at least as recent as its children and comes before them.
-    order = sorted(_with_ancestors(_backed_nodes(index)), key=lambda node: (-node.last_access, node.end, node.seq))
+    order = sorted(_listed_nodes(index), key=lambda node: (-node.last_access, node.end, node.seq))
     places = {node.seq: at for at, node in enumerate(order)}
     hashes = _hashes_by_node(index)
     entries = tuple(
         CatalogEntry(
-            parent=places.get(node.parent.seq, -1) if node.parent is not None else -1,
+            parent=places.get(node.parent.seq, -1),  # type: ignore[union-attr]
             namespace=node.namespace,
             units=node.key,
             hashes=b"".join(hashes[node.seq]),
@@ -153,15 +153,14 @@ def _backed_nodes(index: TieredIndex) -> list[Node]:
     return [node for node in index.tree.nodes() if node.host_value is not None]
 
 
-def _with_ancestors(nodes: list[Node]) -> set[Node]:
-    """The nodes and all above them but the root. Write_back leaves some of those without a host copy for a while."""
-    found: set[Node] = set()
-    for node in nodes:
-        at = node
-        while at.parent is not None and at not in found:
-            found.add(at)
-            at = at.parent
-    return found
+def _listed_nodes(index: TieredIndex) -> set[Node]:
+    """Nodes with a host copy, and those above them, which write_back leaves without one for a while."""
+    listed: set[Node] = set()
+    for node in reversed(list(index.tree.nodes())):
+        if node.host_value is not None or node in listed:
+            assert node.parent is not None
+            listed |= {node, node.parent}
+    return listed - {index.tree.root}
 
 
 def _hashes_by_node(index: TieredIndex) -> dict[int, list[bytes]]:
@@ -169,14 +168,7 @@ def _hashes_by_node(index: TieredIndex) -> dict[int, list[bytes]]:
     hashes: dict[int, list[bytes]] = {index.tree.root.seq: []}
     for node in index.tree.nodes():
         assert node.parent is not None
-        above = hashes[node.parent.seq]
-        hashes[node.seq] = node.hash_value or page_hashes(
-            node.key,
-            index.page_size,
-            prior=above[-1] if above else b"",
-            namespace=node.namespace,
-            bigram=index.bigram,
-        )
+        hashes[node.seq] = node.hash_value or index.hashes_of(node, hashes[node.parent.seq])
     return hashes
 
 
@@ -193,7 +185,7 @@ def _add(index: TieredIndex, parent: Node, entry: CatalogEntry, count: int, page
     node = tree.add_leaf(parent, key, value=None, host_value=pages, priority=entry.priority)
     node.last_access, node.hit_count = entry.last_access, entry.hit_count
     tree.reorder(node)
-    if index.hash_pages:
+    if index.options.hash_pages:
         node.hash_value = hashes
     return node
 

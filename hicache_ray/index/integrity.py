@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from hicache_ray.hashing import page_hashes
 from hicache_ray.index.tiered import TieredIndex
 from hicache_ray.index.types import Ledger
 from hicache_ray.pages import NO_PAGES, Pages
@@ -27,7 +26,7 @@ def check_index(index: TieredIndex) -> None:
     for name, ledger in index.ledger().items():
         assert ledger.in_flight >= 0, f"{name}: {-ledger.in_flight} pages are both free and in the tree"
     _check_transfers(index)
-    if index.hash_pages:
+    if index.options.hash_pages:
         _check_hashes(index, nodes)
 
 
@@ -94,8 +93,6 @@ def _held_nodes(index: TieredIndex) -> Iterator[tuple[Node, bool]]:
 
 def _check_hashes(index: TieredIndex, nodes: list[Node]) -> None:
     for node in nodes:
-        parent = node.parent
-        assert parent is not None and parent.hash_value is not None and node.hash_value is not None
-        prior = parent.hash_value[-1] if parent.hash_value else b""
-        hashes = page_hashes(node.key, index.page_size, prior=prior, namespace=node.namespace, bigram=index.bigram)
+        assert node.parent is not None
+        hashes = index.hashes_of(node, node.parent.hash_value)
         assert node.hash_value == hashes, f"{node!r} has hashes that are not chained from the root (D5)"

@@ -87,20 +87,6 @@ class TieredIndex:
         self._counts_hits = not (self._tiered and options.write_policy == "write_back")
         self.evictor.write_back = not self._counts_hits
 
-    @property
-    def write_policy(self) -> str:
-        """When nodes are written to the host. May be changed at any time; what is in the tree stays as it is."""
-        return self._options.write_policy
-
-    @write_policy.setter
-    def write_policy(self, name: str) -> None:
-        self.options = replace(self._options, write_policy=name)
-
-    @property
-    def hash_pages(self) -> bool:
-        """Whether nodes carry page hashes."""
-        return self._options.hash_pages
-
     def emptied(self) -> TieredIndex:
         """A new index in the place of this one, with nothing in it: the same options, counters and listener."""
         return TieredIndex(self._options, stats=self.stats, events=self.events)
@@ -249,8 +235,8 @@ class TieredIndex:
 
     def _add_leaf(self, parent: Node, key: Key, value: Pages, priority: int) -> Node:
         node = self.tree.add_leaf(parent, key, value=value, host_value=None, priority=priority)
-        if self.hash_pages:
-            node.hash_value = self._hashes_of(node)
+        if self._options.hash_pages:
+            node.hash_value = self.hashes_of(node, parent.hash_value)
         if self.events.sink is not None:
             self.events.emit("stored", "device", node, "computed")
         return node
@@ -337,7 +323,7 @@ class TieredIndex:
             self.stats.refused_attachments += len(host_pages)
             return host_pages
         leaf = self.tree.add_leaf(node, key, value=None, host_value=host_pages[taken:].copy(), priority=node.priority)
-        if self.hash_pages:
+        if self._options.hash_pages:
             leaf.hash_value = list(hashes[taken:])
         leaf.stored = True
         self.stats.attached_pages += leaf.pages
@@ -352,12 +338,12 @@ class TieredIndex:
         for node in self.tree.nodes():
             node.stored = False
             if node.hash_value is None:
-                node.hash_value = self._hashes_of(node)
+                node.hash_value = self.hashes_of(node, node.parent.hash_value)  # type: ignore[union-attr]
 
-    def _hashes_of(self, node: Node) -> list[bytes]:
-        parent = node.parent
-        assert parent is not None and parent.hash_value is not None, f"{node!r} hangs below a node without hashes"
-        prior = parent.hash_value[-1] if parent.hash_value else b""
+    def hashes_of(self, node: Node, above: list[bytes] | None) -> list[bytes]:
+        """Page hashes of a node, chained to those of its parent."""
+        assert above is not None, f"{node!r} hangs below a node without hashes"
+        prior = above[-1] if above else b""
         return page_hashes(node.key, self.page_size, prior=prior, namespace=node.namespace, bigram=self.bigram)
 
     # -- the whole ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import TypeVar
@@ -30,7 +31,7 @@ class Transfers:
         self._tree = tree
         self._events = events
         self._issued: list[Write | Load] = []
-        self._next_seq = 0
+        self._seqs = itertools.count()
         self.writes: deque[Write] = deque()
         self.loads: deque[Load] = deque()
         self.backups: deque[Backup] = deque()
@@ -52,14 +53,14 @@ class Transfers:
             self._tree.protect(node)
         else:
             self._tree.lock(node)
-        write = Write(self._seq(), node, node.end - node.pages, node.value, host_pages, node.hash_value, blocking)
+        write = Write(next(self._seqs), node, node.end - node.pages, node.value, host_pages, node.hash_value, blocking)
         self.writes.append(write)
         self._issued.append(write)
 
     def issue_load(self, node: Node, start: int, device_pages: Pages, host_pages: Pages) -> None:
         """Begins to copy host pages that end at `node` to the device."""
         self._tree.lock(node)
-        load = Load(self._seq(), node, start, device_pages, host_pages)
+        load = Load(next(self._seqs), node, start, device_pages, host_pages)
         self.loads.append(load)
         self._issued.append(load)
 
@@ -94,16 +95,20 @@ class Transfers:
         Raises:
             ValueError: the tree carries no hashes, or the written pages were evicted in between.
         """
-        self._check_written(write)
+        node = write.node
+        if not self._tree.contains(node) or node.host_value is None:
+            raise ValueError(
+                f"{node!r} left the tree between its acknowledgement and its backup: begin backups at once"
+            )
         due: list[Node] = []
-        for part in self._covered(write.node, 0):
+        for part in self._covered(node, 0):
             if part.stored:
                 continue
-            if part.host_value is None or (part.end <= write.start and part in self._unwritten()):
+            if part.host_value is None or (part.end <= write.start and part in self.unwritten()):
                 break
             due.append(part)
         else:
-            due += self._waiting_below(write.node)
+            due += self._waiting_below(node)
         for part in due:
             part.stored = True
         return [self._begin(part) for part in due]
@@ -114,28 +119,21 @@ class Transfers:
         parents = [node]
         while parents:
             for child in parents.pop().children:
-                if child.host_value is not None and not child.stored and child not in self._unwritten():
+                if child.host_value is not None and not child.stored and child not in self.unwritten():
                     waiting.append(child)
                     parents.append(child)
         return waiting
 
-    def _unwritten(self) -> set[Node]:
+    def unwritten(self) -> set[Node]:
         """Nodes whose host copy is still being written."""
         return {part for write in self.writes for part in self._covered(write.node, write.start)}
-
-    def _check_written(self, write: Write) -> None:
-        node = write.node
-        if not self._tree.contains(node) or node.host_value is None:
-            raise ValueError(
-                f"{node!r} left the tree between its acknowledgement and its backup: begin backups at once"
-            )
 
     def _begin(self, node: Node) -> Backup:
         start, hashes = node.start, self._path_hashes(node)
         # A host copy with something below it is not evicted: protecting the node keeps those above it, too.
         path = concatenated([part.host_value for part in self._covered(node, 0) if part.host_value is not None])
         assert len(path) == node.end, f"{node!r} is sent to L3, and something above it has no host copy"
-        backup = Backup(self._seq(), node, start, path[start:], hashes[start:], hashes[:start], path[:start])
+        backup = Backup(next(self._seqs), node, start, path[start:], hashes[start:], hashes[:start], path[:start])
         self._tree.protect(node)
         self.backups.append(backup)
         return backup
@@ -163,11 +161,6 @@ class Transfers:
             path.append(walker)
             walker = walker.parent
         return reversed(path)
-
-    def _seq(self) -> int:
-        seq = self._next_seq
-        self._next_seq = seq + 1
-        return seq
 
 
 def _oldest(table: deque[_Transfer], n: int, name: str) -> list[_Transfer]:

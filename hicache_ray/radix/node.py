@@ -98,11 +98,6 @@ class Node:
         return self.end - self.pages
 
     @property
-    def evicted(self) -> bool:
-        """Whether it is not on the device."""
-        return self.value is None
-
-    @property
     def backuped(self) -> bool:
         """Whether it has a host copy, or one that is being written."""
         return self.host_value is not None

@@ -7,6 +7,7 @@ answers "draining" and is sent again in the next step; the group does that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hicache_ray.config import ConfigError, HiCacheConfig, prefetch_timeout_per_page
@@ -165,7 +166,7 @@ class RankControl:
             "options": self._backend_options,
             "in_use": self.prefetcher.enabled,
             "policies": {
-                "write_policy": self.index.write_policy,
+                "write_policy": self.index.options.write_policy,
                 "prefetch_policy": policy.name,
                 "prefetch_threshold": policy.threshold,
                 "prefetch_timeout_base": policy.timeout_base,
@@ -177,7 +178,7 @@ class RankControl:
     def set_policies(self, policies: Mapping[str, Any]) -> None:
         """Changes policies from now on, by the names of `POLICIES`; the values must have been checked."""
         if "write_policy" in policies:
-            self.index.write_policy = policies["write_policy"]
+            self.index.options = replace(self.index.options, write_policy=policies["write_policy"])
         per_token = policies.get("prefetch_timeout_per_ki_token")
         self.prefetcher.change_policy(
             name=policies.get("prefetch_policy"),
