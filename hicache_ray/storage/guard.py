@@ -9,11 +9,14 @@ repeated failures the breaker refuses calls for a while, then lets one through a
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent import futures
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,6 +54,7 @@ class GuardedStorage(Storage):
         self.breakers = {READ: Breaker(clock=clock), WRITE: Breaker(clock=clock)}
         self._in_a_row = {READ: 0, WRITE: 0}
         self._threads = CallThreads()
+        self._left_behind: dict[Future[Outcome], Pages] = {}
         self._logged: Counter[str] = Counter()
 
     def register_host_pool(self, pool: HostPages) -> None:
@@ -71,25 +75,29 @@ class GuardedStorage(Storage):
     def when_returned(self, pages: Pages, callback: Callable[[], None]) -> None:
         """Call `callback` once no given-up call may touch these host pages any more: at once, in this thread, where
         none does; else in the thread of the last such call when it returns. It must be quick and must not raise."""
-        self._threads.when_returned(pages, callback)
+        for call, held in self._left_behind.copy().items():
+            if np.isin(held, pages).any() and not call.done():
+                call.add_done_callback(lambda _: self.when_returned(pages, callback))
+                return
+        callback()
 
     @property
     def held_pages(self) -> Pages:
         """Host pages that given-up calls may still touch, ascending."""
-        return self._threads.held_pages()
+        return np.unique(np.concatenate([NO_PAGES, *self._left_behind.copy().values()]))
 
     @property
     def given_up(self) -> int:
         """Calls given up that have not returned."""
-        return self._threads.given_up
+        return len(self._left_behind)
 
     def clear(self, everything: bool = False) -> None:
         """As the backend's; TimeoutError when it does not end within the deadline."""
-        call = self._threads.start(lambda: self.backend.clear(everything))
-        if not self._threads.wait(call, self.timeout):
+        call = self._threads.submit(lambda: self.backend.clear(everything))
+        if not self._ends(call):
             raise TimeoutError(f"clear did not end within {self.timeout} s; it goes on in the background")
-        if call.error is not None:
-            raise call.error
+        if error := call.result().error:
+            raise error
 
     def get_stats(self) -> StorageStats:
         """The backend's counters, with the calls that failed, were given up or refused here added to its own."""
@@ -98,48 +106,51 @@ class GuardedStorage(Storage):
 
     def close(self) -> None:
         """Close the backend; a call that never returns is left behind with its pages."""
-        call = self._threads.start(self.backend.close)
-        if not self._threads.wait(call, self.timeout):
+        call = self._threads.submit(self.backend.close)
+        if not self._ends(call):
             logger.warning("closing the storage backend did not end within %s s; left behind", self.timeout)
-        elif call.error is not None:
-            self._log("storage.close", call.error)
+        elif error := call.result().error:
+            self._log("storage.close", error)
         self._threads.close()
 
     def _count(
         self, point: str, hashes: Sequence[bytes], pages: Pages, function: Callable[[], Any], kind: str = READ
     ) -> int:
         """The leading pages a call answers for: 0 when it fails, or answers with no such number."""
-        call = Call(faultpoints.around(point, len(hashes), function), pages)
-        if self.backend.bounded:
-            call.run()
-        elif not self._carried_out(point, kind, call):
-            return 0
-        if call.error is not None:
-            self._failed(point, call.error)
-            return 0
-        count = call.answer
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= len(hashes):
-            if count is not None:
-                self._failed(point, TypeError(f"an answer that does not fit the question: {str(count)[:80]}"))
-            return 0
-        return int(count)
+        function = faultpoints.around(point, len(hashes), function)
+        count, error = outcome_of(function) if self.backend.bounded else self._bounded(point, kind, pages, function)
+        if error is None and count is not None and not _fits(count, len(hashes)):
+            error = TypeError(f"an answer that does not fit the question: {str(count)[:80]}")
+        if error is not None:
+            self.counters.add(errors=1)
+            self._log(point, error)
+        return 0 if error is not None or count is None else int(count)
 
-    def _carried_out(self, point: str, kind: str, call: Call) -> bool:
-        """Make the call in a thread of its own; False when it is refused or given up."""
+    def _bounded(self, point: str, kind: str, pages: Pages, function: Callable[[], Any]) -> Outcome:
+        """Make the call in a thread of its own; an outcome without an answer when it is refused or given up."""
         breaker = self.breakers[kind]
-        if self._threads.given_up >= MAX_GIVEN_UP or not breaker.allows():
+        if self.given_up >= MAX_GIVEN_UP or not breaker.allows():
             self.counters.add(refused=1)
-            return False
+            return Outcome()
         before = self._failures()
-        self._threads.begin(call)
-        if not self._threads.wait(call, self.timeout):
+        call = self._threads.submit(function)
+        if not self._ends(call, pages):
             self.counters.add(timeouts=1)
             breaker.failed()
             self._log(point, TimeoutError(f"no answer within {self.timeout} s"))
-            return False
+            return Outcome()
+        outcome = call.result()
         # A backend that answers "nothing" because its store is down says so only in its counters.
-        self._judge(kind, call.error is not None or (not np.any(call.answer) and self._failures() > before))
-        return True
+        self._judge(kind, outcome.error is not None or (not np.any(outcome.answer) and self._failures() > before))
+        return outcome
+
+    def _ends(self, call: Future[Outcome], pages: Pages = NO_PAGES) -> bool:
+        """Whether the call ends within the deadline; else it is given up, and holds `pages` until it returns."""
+        if futures.wait([call], self.timeout).done:
+            return True
+        self._left_behind[call] = pages.copy()
+        call.add_done_callback(self._left_behind.pop)
+        return False
 
     def _judge(self, kind: str, failed: bool) -> None:
         breaker = self.breakers[kind]
@@ -153,10 +164,6 @@ class GuardedStorage(Storage):
         stats = self.get_stats()
         return stats.errors + stats.timeouts
 
-    def _failed(self, name: str, error: Exception) -> None:
-        self.counters.add(errors=1)
-        self._log(name, error)
-
     def _log(self, name: str, error: Exception) -> None:
         kind = f"{name}: {type(error).__name__}"
         self._logged[kind] += 1
@@ -164,119 +171,61 @@ class GuardedStorage(Storage):
             logger.warning("%s failed: %s; this is a miss, further ones are only counted", name, error)
 
 
-class Call:
-    """One call under way, and the host pages it touches. `answer` or `error` is set when `ended`."""
+class Outcome(NamedTuple):
+    """What a call gave or raised; neither, where it was not made or not waited for."""
 
-    def __init__(self, function: Callable[[], Any], pages: Pages = NO_PAGES) -> None:
-        self.pages = pages.copy()
-        self.answer: Any = None
-        self.error: Exception | None = None
-        self.ended = False
-        self.given_up = False
-        self._function: Callable[[], Any] | None = function
-
-    def run(self) -> None:
-        """Make the call; keeps what it gives or raises."""
-        assert self._function is not None
-        try:
-            self.answer = self._function()
-        except Exception as error:
-            self.error = error
-        finally:
-            self._function = None
+    answer: Any = None
+    error: Exception | None = None
 
 
-class _Waiting:
-    """A callback and the number of given-up calls it waits for."""
+def outcome_of(function: Callable[[], Any]) -> Outcome:
+    """Make a call in this thread."""
+    try:
+        return Outcome(answer=function())
+    except Exception as error:
+        return Outcome(error=error)
 
-    def __init__(self, callback: Callable[[], None], calls: int) -> None:
-        self.callback = callback
-        self.calls = calls
+
+def _fits(count: Any, asked: int) -> bool:
+    return isinstance(count, int | np.integer) and not isinstance(count, bool) and 0 <= int(count) <= asked
 
 
 class CallThreads:
-    """Daemon threads, one for each call under way; a thread whose call has ended takes the next one.
+    """Daemon threads, one for each call under way; a thread whose call has ended takes the next one. (The interpreter
+    waits at its end for the threads of a `ThreadPoolExecutor`, also for one that hangs.)
 
     There are as many threads as calls ever were under way at once: the caller bounds the calls it gives up.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._next: list[Call] = []
-        self._idle = 0
+        self._calls: queue.SimpleQueue[tuple[Future[Outcome], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
         self._closed = False
-        self._left_behind: dict[Call, list[_Waiting]] = {}
 
-    @property
-    def given_up(self) -> int:
-        """Calls given up that have not returned."""
-        return len(self._left_behind)
-
-    def start(self, function: Callable[[], Any]) -> Call:
-        """Begin a call that touches no host pages; RuntimeError after `close`."""
-        call = Call(function)
-        self.begin(call)
-        return call
-
-    def begin(self, call: Call) -> None:
+    def submit(self, function: Callable[[], Any]) -> Future[Outcome]:
         """Have a call made; RuntimeError after `close`."""
-        with self._changed:
+        call: Future[Outcome] = Future()
+        with self._lock:
             if self._closed:
                 raise RuntimeError("the storage backend is closed: no call may follow")
-            self._next.append(call)
-            if self._idle < len(self._next):
-                threading.Thread(target=self._run, name="hicache-l3-call", daemon=True).start()
-            self._changed.notify_all()
-
-    def wait(self, call: Call, timeout: float) -> bool:
-        """True when the call ended within `timeout` seconds; else it is given up."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: call.ended, timeout):
-                call.given_up = True
-                self._left_behind[call] = []
-        return not call.given_up
-
-    def when_returned(self, pages: Pages, callback: Callable[[], None]) -> None:
-        """Run `callback` when no given-up call holds any of `pages`."""
-        with self._changed:
-            holders = [call for call in self._left_behind if np.isin(call.pages, pages).any()]
-            waiting = _Waiting(callback, len(holders))
-            for call in holders:
-                self._left_behind[call].append(waiting)
-        if not holders:
-            callback()
-
-    def held_pages(self) -> Pages:
-        """Pages of the given-up calls, each once, ascending."""
-        with self._changed:
-            held = [call.pages for call in self._left_behind]
-        return np.unique(np.concatenate(held)) if held else NO_PAGES
+            self._calls.put((call, function))
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._run, name="hicache-l3-call", daemon=True).start()
+        return call
 
     def close(self) -> None:
         """End the threads without a call; the others end with theirs."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._calls.put(None)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._idle += 1
-                self._changed.wait_for(lambda: bool(self._next) or self._closed)
-                self._idle -= 1
-                if not self._next:
-                    return
-                call = self._next.pop(0)
-            call.run()
-            for waiting in self._end(call):
-                waiting.callback()
-            del call
-
-    def _end(self, call: Call) -> list[_Waiting]:
-        with self._changed:
-            call.ended = True
-            self._changed.notify_all()
-            waiting = self._left_behind.pop(call, [])
-            for entry in waiting:
-                entry.calls -= 1
-        return [entry for entry in waiting if not entry.calls]
+        while (job := self._calls.get()) is not None:
+            call, function = job
+            outcome = outcome_of(function)
+            # Before the caller goes on: its next call takes this thread.
+            self._idle.release()
+            call.set_result(outcome)
+            del job, call, function, outcome
+        self._calls.put(None)
