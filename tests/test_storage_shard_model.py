@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_ray.storage.shard.arena import Arena
-from hicache_ray.storage.shard.grants import EXISTING, GRANTED, REFUSED, Lease, NamespaceLimit, Reservation
+from hicache_ray.storage.shard.grants import EXISTING, GRANTED, REFUSED, Granted, NamespaceLimit
 from hicache_ray.storage.shard.layout import ArenaGeometry
 from hicache_ray.storage.shard.page_copy import load_page, store_page
 from hicache_ray.storage.shard.shard import Shard
@@ -48,8 +48,8 @@ class ShardModel(RuleBasedStateMachine):
         self.now = 1000.0
         self.committed: set[int] = set()
         self.dead: set[int] = set()
-        self.writing: list[tuple[Reservation, list[int], bytes, float]] = []
-        self.reading: list[tuple[Lease, list[int], float]] = []
+        self.writing: list[tuple[Granted, list[int], bytes, float]] = []
+        self.reading: list[tuple[Granted, list[int], float]] = []
 
     @initialize(policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo"]))
     def start(self, policy: str) -> None:

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from hicache_ray.actors.directory import Location
-from hicache_ray.actors.watch import kill_rank
+from hicache_ray.actors.watch import kill_actor
 from hicache_ray.index.catalog import Catalog
 from hicache_ray.rank.group import GroupError
 
@@ -216,5 +216,5 @@ class Recovery:
         another process, and is left alone."""
         if rank not in self._known:
             return False
-        kill_rank(*self._known[rank])
+        kill_actor(*self._known[rank])
         return True

@@ -148,7 +148,7 @@ class StorageActor(ShardService):
             # Ray 2.60 answers this through a property of its own that it has deprecated.
             warnings.simplefilter("ignore")
             self._reconstructed = bool(context.was_current_actor_reconstructed)
-        sweep(Path(spec.pool.folder), _Staleness())
+        sweep(Path(spec.pool.folder), _is_stale)
         self._arena = self._open_arena()
         shard = Shard(
             self._arena, policy=spec.pool.policy, limits=spec.pool.limits, lease_seconds=spec.pool.lease_seconds
@@ -266,9 +266,8 @@ class StorageActor(ShardService):
             arena = _take_over(path)
             if arena is not None:
                 return arena
-        arena = Arena.create(
-            path, ArenaGeometry.of(spec.pool.bytes_per_actor, spec.pool.segment_bytes), self._owner_facts()
-        )
+        geometry = ArenaGeometry.of(spec.pool.bytes_per_actor, spec.pool.segment_bytes)
+        arena = Arena.create(path, geometry, self._owner_facts())
         # Only a new arena: the memory of an old one exists, and mapping it would keep its pages away for longer.
         arena.prefault()
         return arena
@@ -285,23 +284,18 @@ class StorageActor(ShardService):
         }
 
 
-class _Staleness:
+def _is_stale(owner: Mapping[str, Any]) -> bool:
     """Whether the actor that made an arena can't come back: its node's Ray is gone, or its pool is."""
-
-    def __init__(self) -> None:
-        self._own_raylet = ProcessId.running(os.getppid())
-
-    def __call__(self, owner: Mapping[str, Any]) -> bool:
-        raylet = ProcessId(_number(owner, "raylet_pid"), _number(owner, "raylet_started"))
-        if not raylet.alive:
-            return True
-        if raylet != self._own_raylet:
-            return False
-        namespace, member = str(owner.get("namespace", "")), str(owner.get("member", ""))
-        membership = PoolDirectory(str(owner.get("service", "")), namespace).read()
-        if membership is None or membership.token != owner.get("token") or member not in membership.members:
-            return True
-        return not actor_exists(member, namespace)
+    raylet = ProcessId(_number(owner, "raylet_pid"), _number(owner, "raylet_started"))
+    if not raylet.alive:
+        return True
+    if raylet != ProcessId.running(os.getppid()):
+        return False
+    namespace, member = str(owner.get("namespace", "")), str(owner.get("member", ""))
+    membership = PoolDirectory(str(owner.get("service", "")), namespace).read()
+    if membership is None or membership.token != owner.get("token") or member not in membership.members:
+        return True
+    return not actor_exists(member, namespace)
 
 
 def _number(owner: Mapping[str, Any], name: str) -> int:

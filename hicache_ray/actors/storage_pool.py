@@ -11,9 +11,9 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import ray
@@ -99,7 +99,9 @@ class StoragePool:
         # What a driver that was killed left there.
         PoolDirectory(*handle).remove()
         members = tuple(f"{config.name}-{number}" for number in range(config.actors))
-        membership = Membership(_first_epoch(), members, config.replicas, secrets.token_hex(4))
+        # Above every epoch of an earlier pool of the name, so that its clients, if any are left, learn of the new one.
+        first_epoch = time.time_ns() // 1_000_000
+        membership = Membership(first_epoch, members, config.replicas, secrets.token_hex(4))
         pool = cls(handle, membership, StorageActorSpec(config, handle.namespace, membership.token))
         pool._published = False
         try:
@@ -233,9 +235,7 @@ class StoragePool:
     def __enter__(self) -> StoragePool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _start_actors(self, members: Sequence[str], nodes: Sequence[str], timeout: float) -> None:
@@ -328,34 +328,27 @@ class StoragePool:
         return self._call(self.membership.everyone, method, *args, seconds=MEMBER_CALL_SECONDS)
 
     def _call(self, members: Sequence[str], method: str, *args: Any, seconds: float) -> dict[str, Any]:
-        calls: dict[str, Pending | None] = {}
+        calls: dict[str, Pending] = {}
+        answers: dict[str, Any] = dict.fromkeys(members)
         for member in members:
-            try:
-                calls[member] = self._channel(member).call(method, *args)
-            except ChannelError as error:
-                self._note_away(member, error)
-                calls[member] = None
+            with self._noting_away(member):
+                channel = RayChannel(actor_name(member), self.handle.namespace, MEMBER_CALL_SECONDS)
+                calls[member] = channel.call(method, *args)
         deadline = Deadline(min(seconds, MEMBER_CALL_SECONDS))
-        return {member: self._answer(member, call, deadline) for member, call in calls.items()}
+        for member, call in calls.items():
+            with self._noting_away(member):
+                answers[member] = call.result(deadline.remaining())
+                self._away.discard(member)
+        return answers
 
-    def _answer(self, member: str, call: Pending | None, deadline: Deadline) -> Any:
-        if call is None:
-            return None
+    @contextmanager
+    def _noting_away(self, member: str) -> Iterator[None]:
+        """Calls a member; that it is away is said once, until it has answered again."""
         try:
-            answer = call.result(deadline.remaining())
+            yield
         except ChannelError as error:
-            self._note_away(member, error)
-            return None
-        self._away.discard(member)
-        return answer
-
-    def _note_away(self, member: str, error: ChannelError) -> None:
-        """Says it once, until the member has answered again."""
-        logger.log(logging.DEBUG if member in self._away else logging.WARNING, "%s is away: %s", member, error)
-        self._away.add(member)
-
-    def _channel(self, member: str) -> RayChannel:
-        return RayChannel(actor_name(member), self.handle.namespace, MEMBER_CALL_SECONDS)
+            logger.log(logging.DEBUG if member in self._away else logging.WARNING, "%s is away: %s", member, error)
+            self._away.add(member)
 
     def _end_actors(self, members: Iterable[str]) -> None:
         for member in members:
@@ -379,10 +372,14 @@ class StoragePool:
         folder = Path(self._spec.pool.folder) if self._spec is not None else SHARED_MEMORY
         deadline = Deadline(ACTOR_STOP_SECONDS)
         for path in arenas_of(folder, self.membership.token):
-            while not _deleted(path):
-                if not deadline.remaining():
-                    logger.warning("the arena %s still has an owner, it is swept later", path)
+            while True:
+                try:
+                    remove_if_unlocked(path)
                     break
+                except ArenaLocked:
+                    if not deadline.remaining():
+                        logger.warning("the arena %s still has an owner, it is swept later", path)
+                        break
                 time.sleep(0.05)
 
 
@@ -399,25 +396,12 @@ def _ready(member: str, actor: Any, deadline: Deadline) -> bool:
     return True
 
 
-def _first_epoch() -> int:
-    """Above every epoch of an earlier pool of the name, so that its clients, if any are left, learn of the new one."""
-    return time.time_ns() // 1_000_000
-
-
 def _running(handle: StoragePoolHandle) -> Membership | None:
     """The membership of the pool of that name, None when it has no actors (any more)."""
     membership = PoolDirectory(*handle).read()
     if membership is None or not any(actor_exists(member, handle.namespace) for member in membership.members):
         return None
     return membership
-
-
-def _deleted(path: Path) -> bool:
-    try:
-        remove_if_unlocked(path)
-    except ArenaLocked:
-        return False
-    return True
 
 
 def _living_nodes() -> list[str]:

@@ -31,7 +31,7 @@ RANK, STORAGE = "RankServer", "StorageActor"
 """Classes of the actors whose processes may be ended: Ray names a worker's process after its actor's class."""
 
 
-def kill_worker(pid: int, actor_class: str = RANK) -> bool:
+def kill_worker(pid: int, actor_class: str) -> bool:
     """Send SIGKILL to a process on this node, if it is the worker of an actor of that class; whether it was one."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -44,16 +44,11 @@ def kill_worker(pid: int, actor_class: str = RANK) -> bool:
     return True
 
 
-def kill_rank(pid: int, node_id: str) -> None:
-    """End a rank's process on its node, also when the process is stopped or hangs.
+def kill_actor(pid: int, node_id: str, actor_class: str = RANK) -> bool:
+    """End an actor's process on its node, also when the process is stopped or hangs; whether there was such a process.
 
     When the node can't be reached, its processes are gone with it: that is logged and is no error.
     """
-    kill_actor(pid, node_id, RANK)
-
-
-def kill_actor(pid: int, node_id: str, actor_class: str) -> bool:
-    """As `kill_rank`, for an actor of that class; whether there was such a process and it was ended."""
     if node_id == ray.get_runtime_context().get_node_id():
         return kill_worker(pid, actor_class)
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 
+@dataclass(slots=True, eq=False)
 class Page:
     """One stored page of a shard: where it is, who reads it, how it was used.
 
@@ -23,28 +25,16 @@ class Page:
         stored: False once it left the index; its cell may still be leased.
     """
 
-    __slots__ = ("cell", "cell_bytes", "expires", "frequency", "key", "label", "leases", "order", "stored", "tick")
-
-    def __init__(
-        self,
-        key: bytes,
-        cell: int,
-        cell_bytes: int,
-        label: bytes,
-        order: EvictionPolicy,
-        tick: int,
-        expires: float,
-    ) -> None:
-        self.key = key
-        self.order = order
-        self.cell = cell
-        self.cell_bytes = cell_bytes
-        self.label = label
-        self.leases = 0
-        self.tick = tick
-        self.frequency = 0
-        self.expires = expires
-        self.stored = True
+    key: bytes
+    cell: int
+    cell_bytes: int
+    label: bytes
+    order: EvictionPolicy
+    tick: int
+    expires: float
+    leases: int = 0
+    frequency: int = 0
+    stored: bool = True
 
 
 class EvictionPolicy(Protocol):
@@ -118,11 +108,8 @@ class Lfu:
         self._pages -= 1
 
     def victim(self) -> Page | None:
-        for frequency in sorted(self._by_frequency):
-            page = _first_free(self._by_frequency[frequency])
-            if page is not None:
-                return page
-        return None
+        free = (_first_free(self._by_frequency[frequency]) for frequency in sorted(self._by_frequency))
+        return next((page for page in free if page is not None), None)
 
     def __len__(self) -> int:
         return self._pages
@@ -151,7 +138,8 @@ class S3Fifo:
 
     def add(self, page: Page) -> None:
         page.frequency = 0
-        returned = self._ghosts.pop(page.key, _ABSENT) is None
+        returned = page.key in self._ghosts
+        self._ghosts.pop(page.key, None)
         (self._main if returned else self._small)[page] = None
 
     def touch(self, page: Page) -> None:
@@ -197,8 +185,6 @@ class S3Fifo:
             self._main.move_to_end(page)
         return None
 
-
-_ABSENT = object()
 
 SHARD_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "fifo": Fifo, "lfu": Lfu, "s3fifo": S3Fifo}
 

@@ -36,15 +36,9 @@ class NamespaceLimit:
     ttl: float | None = None
 
 
-class Reservation(NamedTuple):
-    """Answer to `reserve`: the id to commit with, and a grant per key."""
-
-    id: int
-    grants: Grants
-
-
-class Lease(NamedTuple):
-    """Answer to `acquire`: the id to release with (0: nothing was granted), and a grant per key."""
+class Granted(NamedTuple):
+    """Answer to `reserve` and `acquire`: the id to commit or to release with (0: nothing was granted), and a grant per
+    key."""
 
     id: int
     grants: Grants

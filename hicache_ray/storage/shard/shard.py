@@ -30,10 +30,9 @@ from hicache_ray.storage.shard.grants import (
     GRANTED,
     REFUSED,
     Flags,
+    Granted,
     HeldPage,
-    Lease,
     NamespaceLimit,
-    Reservation,
     ShardStats,
     namespace_label,
 )
@@ -106,7 +105,7 @@ class Shard:
             self._counts["hits"] += int(flags.sum())
             return flags
 
-    def reserve(self, keys: Sequence[bytes], length: int, label: bytes = b"") -> Reservation:
+    def reserve(self, keys: Sequence[bytes], length: int, label: bytes = b"") -> Granted:
         """Cells to write pages of `length` bytes into.
 
         Per key the status is EXISTING (nothing to write), GRANTED (write `length` bytes at the offset, then commit) or
@@ -129,7 +128,7 @@ class Shard:
 
     def offer(
         self, keys: Sequence[bytes], length: int, label: bytes, expires: npt.NDArray[np.float64], displace: bool
-    ) -> Reservation:
+    ) -> Granted:
         """`reserve`, for pages that another shard wants to bring: nothing counts as used.
 
         Args:
@@ -181,7 +180,7 @@ class Shard:
                 return [], 0
             return self.arena.offsets(np.array(held.cells, np.int64)).tolist(), held.length
 
-    def acquire(self, keys: Sequence[bytes], length: int) -> Lease:
+    def acquire(self, keys: Sequence[bytes], length: int) -> Granted:
         """Lease the stored pages among `keys` for reading: status GRANTED with offset, generation and checksum, or
         MISSING. A page stored with another length is MISSING. A leased page is not evicted until it is released or
         the lease expires."""
@@ -191,7 +190,7 @@ class Shard:
             self._counts["asked"] += len(keys)
             found = self._readable(keys, length)
             if not found:
-                return Lease(0, grants)
+                return Granted(0, grants)
             where, pages = [i for i, _ in found], [page for _, page in found]
             cells = np.array([page.cell for page in pages], dtype=np.int64)
             self._counts["hits"] += len(pages)
@@ -202,7 +201,7 @@ class Shard:
             grants["generation"][where] = headers["generation"][cells]
             grants["checksum"][where] = headers["checksum"][cells]
             grants["status"][where] = GRANTED
-            return Lease(self._lease(pages), grants)
+            return Granted(self._lease(pages), grants)
 
     def release(self, identity: int, suspects: Sequence[int] = ()) -> None:
         """End a lease, or give up a reservation; harmless for one that is unknown or expired.
@@ -328,14 +327,14 @@ class Shard:
         length: int,
         label: bytes,
         expires: npt.NDArray[np.float64] | None,
-    ) -> Reservation:
+    ) -> Granted:
         """Reserve the cells for the first of the wanted keys; the other wanted keys are refused."""
         grants = np.zeros(len(keys), GRANT)
         granted, refused = wanted[: len(cells)], wanted[len(cells) :]
         grants["status"] = EXISTING
         grants["status"][refused] = REFUSED
         if not granted:
-            return Reservation(0, grants)
+            return Granted(0, grants)
         numbers = np.array(cells, dtype=np.int64)
         generations = self.arena.next_generation(len(cells))
         self.arena.mark_writing(numbers, generations, length)
@@ -346,7 +345,7 @@ class Shard:
         identity, deadline = next(self._ids), self._clock() + self._lease_seconds
         chosen, size = [keys[i] for i in granted], cell_bytes_for(length)
         self._reserved[identity] = _Reserved(chosen, cells, length, size, label, deadline, expires)
-        return Reservation(identity, grants)
+        return Granted(identity, grants)
 
     def _store(self, held: _Reserved, checksums: npt.NDArray[np.uint64], flags: Flags) -> None:
         """Make the flagged pages visible; the cells of the others, and of keys somebody stored meanwhile, are free."""
