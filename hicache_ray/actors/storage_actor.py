@@ -215,7 +215,7 @@ class StorageActor(ShardService):
 
     @ray.method(concurrency_group="alive")
     def ping(self) -> tuple[int, str]:
-        """ProcessId id and node; answered also while other calls take long."""
+        """Process id and node; answered also while other calls take long."""
         return os.getpid(), self._node_id
 
     @ray.method(concurrency_group="ctl")

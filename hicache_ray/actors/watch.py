@@ -23,7 +23,7 @@ from hicache_ray.actors.directory import RAY_NAMESPACE, Location, locations_of, 
 from hicache_ray.storage.pool.options import actor_name
 from hicache_ray.storage.pool.ray_channel import PoolDirectory
 
-logger = logging.getLogger("hicache_ray.processes")
+logger = logging.getLogger("hicache_ray.actors.watch")
 
 KILL_TIMEOUT = 10.0
 

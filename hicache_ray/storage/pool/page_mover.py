@@ -6,7 +6,8 @@ All of it may be done twice: pages that the other member has by now are not copi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import compress, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -116,16 +117,13 @@ class PageMover:
 
 def _groups(pages: Sequence[HeldPage]) -> Iterator[list[HeldPage]]:
     """The pages in groups of one label and length, each of at most MOST_BYTES."""
+    kind = attrgetter("label", "length")
     # The sort is stable: within a group the hottest pages stay first.
-    for (_, length), same in groupby(sorted(pages, key=_kind), _kind):
+    for (_, length), same in groupby(sorted(pages, key=kind), kind):
         group, count = list(same), max(1, MOST_BYTES // length)
         for start in range(0, len(group), count):
             yield group[start : start + count]
 
 
-def _kind(page: HeldPage) -> tuple[bytes, int]:
-    return page.label, page.length
-
-
 def _keys(pages: Sequence[HeldPage], which: Flags) -> frozenset[bytes]:
-    return frozenset(pages[i].key for i in np.flatnonzero(which).tolist())
+    return frozenset(page.key for page in compress(pages, which))

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Protocol
 
 import numpy as np
@@ -35,7 +36,7 @@ from hicache_ray.storage.pool.rebalance_plan import (
     plan_of,
 )
 from hicache_ray.storage.pool.service import ShardService
-from hicache_ray.storage.pool.wire import OK, Reply
+from hicache_ray.storage.pool.wire import OK
 from hicache_ray.storage.shard.grants import HeldPage
 
 logger = logging.getLogger("hicache_ray.storage.pool.rebalance")
@@ -147,8 +148,7 @@ class Rebalancer:
 
     def balance(self) -> bytes:
         """The report as a reply."""
-        service = self._service
-        return Reply(OK, service.membership.epoch, service.shard.arena.arena_id, 0, self.report.pack()).pack()
+        return self._service.reply(OK, self.report.pack())
 
     def request(self) -> int:
         """Ask for a look at all pages. It is done when the `finished` of a report has reached the returned number."""
@@ -229,12 +229,12 @@ class Rebalancer:
         copied_bytes = 0
         for place in np.flatnonzero(plan.targets.any(axis=0)).tolist():
             wanted = plan.targets[:, place]
-            held, sent = self._bring(look, look.membership.members[place], _chosen(pages, wanted), displace)
+            held, sent = self._bring(look, look.membership.members[place], list(compress(pages, wanted)), displace)
             copied_bytes += sent
             everywhere &= ~wanted | np.array([page.key in held for page in pages], np.bool_)
         look.left += int((~everywhere).sum())
         if look.membership.settled and self._service.membership is look.membership:
-            self._service.shard.discard([page.key for page in _chosen(pages, everywhere & ~plan.owned)])
+            self._service.shard.discard([page.key for page in compress(pages, everywhere & ~plan.owned)])
         return copied_bytes
 
     def _bring(self, look: _Look, name: str, pages: Sequence[HeldPage], displace: bool) -> tuple[frozenset[bytes], int]:
@@ -317,10 +317,6 @@ class Rebalancer:
             self._gone_since = self._clock()
         elif self._clock() - self._gone_since >= self._options.linger:
             self._on_gone()
-
-
-def _chosen(pages: Sequence[HeldPage], which: np.ndarray) -> list[HeldPage]:
-    return [pages[i] for i in np.flatnonzero(which).tolist()]
 
 
 def _is_done(answer: ActorAnswer | None, membership: Membership) -> bool:

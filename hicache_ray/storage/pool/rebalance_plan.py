@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from hicache_ray.storage.pool.membership import PAGE_HASH_BYTES, Membership
 from hicache_ray.storage.pool.options import TRANSPORTS
+from hicache_ray.storage.pool.wire import Message
 from hicache_ray.storage.shard.grants import Flags
 
 PLANNED_AT_ONCE = 65536
@@ -61,7 +61,7 @@ class MovePlan(NamedTuple):
     owned: Flags
 
 
-class BalanceReport(NamedTuple):
+class BalanceReport(Message, frozen=True):
     """How far one member is.
 
     Attributes:
@@ -85,15 +85,6 @@ class BalanceReport(NamedTuple):
     moved: int = 0
     left: int = 0
     away: tuple[str, ...] = ()
-
-    def pack(self) -> bytes:
-        """The report as a message."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def unpack(cls, message: bytes) -> BalanceReport:
-        """The report in a message; ValueError when it is none."""
-        return msgspec.json.decode(message, type=BalanceReport)
 
 
 def plan_of(membership: Membership, name: str, keys: Sequence[bytes]) -> MovePlan:
@@ -119,8 +110,8 @@ def keys_of_others(membership: Membership, name: str, keys: Sequence[bytes]) -> 
     chosen: list[bytes] = []
     for start in range(0, len(keys), PLANNED_AT_ONCE):
         part = keys[start : start + PLANNED_AT_ONCE]
-        wanted: npt.NDArray[np.int64] = np.flatnonzero(plan_of(membership, name, part).targets.any(axis=1))
-        chosen += [part[i] for i in wanted.tolist()]
+        wanted = np.asarray(plan_of(membership, name, part).targets.any(axis=1))
+        chosen += compress(part, wanted)
     return chosen
 
 

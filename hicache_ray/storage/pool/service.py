@@ -11,7 +11,7 @@ from hicache_ray import faultpoints
 from hicache_ray.pages import Bytes
 from hicache_ray.storage.pool.membership import Membership
 from hicache_ray.storage.pool.wire import FAILED, OK, STALE, Commit, KeyCall, Offer, Release, Reply
-from hicache_ray.storage.shard.grants import GRANTED, Flags, Grants
+from hicache_ray.storage.shard.grants import GRANTED, Flags, Granted, Grants
 from hicache_ray.storage.shard.page_copy import load_page, store_page
 from hicache_ray.storage.shard.shard import Shard
 
@@ -66,7 +66,7 @@ class ShardService:
         try:
             offer = Offer.unpack(message)
         except ValueError as error:
-            return self._reply(FAILED, 0, str(error).encode())
+            return self.reply(FAILED, str(error).encode())
         expires = np.array(offer.expires, np.float64)
         return self._answer(
             offer.call, lambda call: self.shard.offer(call.keys, call.length, call.label, expires, offer.displace)
@@ -85,20 +85,14 @@ class ShardService:
             if data is not None:
                 good &= self._write(commit, data)
             flags = self.shard.commit(commit.reservation, np.array(commit.checksums, np.uint64), good)
-            return self._reply(OK, 0, flags.tobytes())
+            return self.reply(OK, flags.tobytes())
         except ValueError as error:
-            return self._reply(FAILED, 0, str(error).encode())
+            return self.reply(FAILED, str(error).encode())
 
     def acquire(self, message: bytes) -> bytes:
         """KeyCall -> lease id and grants; see `Shard.acquire`."""
         faultpoints.reach("actor.acquire")
-
-        def acquire(call: KeyCall) -> tuple[int, Grants]:
-            lease = self.shard.acquire(call.keys, call.length)
-            faultpoints.damage("page.arena", lambda: self._granted(lease.grants, call.length))
-            return lease
-
-        return self._answer(message, acquire)
+        return self._answer(message, self._acquire)
 
     def read(self, message: bytes) -> tuple[bytes, Bytes]:
         """As `acquire`, and the granted pages [granted, page_bytes]; the lease has ended at return."""
@@ -107,9 +101,8 @@ class ShardService:
 
         def read(call: KeyCall) -> tuple[int, Grants]:
             nonlocal pages
-            lease = self.shard.acquire(call.keys, call.length)
+            lease = self._acquire(call)
             granted = lease.grants[lease.grants["status"] == GRANTED]
-            faultpoints.damage("page.arena", lambda: self._granted(lease.grants, call.length))
             pages = np.empty((len(granted), call.length), np.uint8)
             suspects = [
                 int(grant["cell"])
@@ -127,18 +120,23 @@ class ShardService:
         try:
             release = Release.unpack(message)
         except ValueError as error:
-            return self._reply(FAILED, 0, str(error).encode())
+            return self.reply(FAILED, str(error).encode())
         self.shard.release(release.id, release.suspects)
-        return self._reply(OK, 0, b"")
+        return self.reply(OK, b"")
 
     def clear(self, label: bytes | None = None, prefix: bytes = b"") -> bytes:
         """See `Shard.clear` -> the number of dropped pages, 8 bytes little endian."""
-        return self._reply(OK, 0, self.shard.clear(label, prefix).to_bytes(8, "little"))
+        return self.reply(OK, self.shard.clear(label, prefix).to_bytes(8, "little"))
 
-    def _granted(self, grants: Grants, length: int) -> list[Bytes]:
-        """Views of the granted pages in the arena."""
-        offsets = grants["offset"][grants["status"] == GRANTED].tolist()
-        return [self.shard.arena.data(offset, length) for offset in offsets]
+    def _acquire(self, call: KeyCall) -> Granted:
+        lease = self.shard.acquire(call.keys, call.length)
+
+        def granted_pages() -> list[Bytes]:
+            offsets = lease.grants["offset"][lease.grants["status"] == GRANTED].tolist()
+            return [self.shard.arena.data(offset, call.length) for offset in offsets]
+
+        faultpoints.damage("page.arena", granted_pages)
+        return lease
 
     def _write(self, commit: Commit, data: Bytes) -> Flags:
         """Copy pages to their reserved cells; True for those that arrived as they were sent."""
@@ -159,16 +157,17 @@ class ShardService:
         try:
             call = message if isinstance(message, KeyCall) else KeyCall.unpack(message)
             if call.epoch < self.membership.epoch:
-                return self._reply(STALE, 0, self.membership.pack())
+                return self.reply(STALE, self.membership.pack())
             identity, payload = answer(call)
             if call.epoch < self.membership.epoch:
                 # It changed meanwhile. What was missed may have been moved before, and what was reserved should be
                 # written elsewhere.
                 self.shard.release(identity)
-                return self._reply(STALE, 0, self.membership.pack())
-            return self._reply(OK, identity, payload.tobytes())
+                return self.reply(STALE, self.membership.pack())
+            return self.reply(OK, payload.tobytes(), identity)
         except ValueError as error:
-            return self._reply(FAILED, 0, str(error).encode())
+            return self.reply(FAILED, str(error).encode())
 
-    def _reply(self, status: int, identity: int, payload: bytes) -> bytes:
+    def reply(self, status: int, payload: bytes, identity: int = 0) -> bytes:
+        """A `Reply` as it travels, with what this actor knows now."""
         return Reply(status, self.membership.epoch, self.shard.arena.arena_id, identity, payload).pack()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,13 +78,11 @@ class ArenaMapping:
         if self.geometry.file_bytes != length:
             raise ArenaError(f"{path} has {length} bytes, its header says {self.geometry.file_bytes}")
         self.arena_id = int(header["arena_id"])
-        geometry = self.geometry
-        count = geometry.segments * geometry.headers_per_segment
-        table = self.memory[geometry.headers_start :][: count * CELL_HEADER.itemsize]
+        segments, count = self.geometry.segments, self.geometry.segments * self.geometry.headers_per_segment
+        table = self.memory[self.geometry.headers_start :][: count * CELL_HEADER.itemsize]
         self.headers: npt.NDArray[Any] = table.view(CELL_HEADER)
-        self.segment_cell_bytes: npt.NDArray[np.uint64] = self.memory[FILE_HEADER_BYTES:][: geometry.segments * 8].view(
-            "<u8"
-        )
+        sizes = self.memory[FILE_HEADER_BYTES:][: segments * 8]
+        self.segment_cell_bytes: npt.NDArray[np.uint64] = sizes.view("<u8")
 
     @classmethod
     def attach(cls, path: Path, arena_id: int) -> ArenaMapping:
@@ -237,14 +236,11 @@ class Arena(ArenaMapping):
         """The cells hold nothing."""
         self.headers["state"][cells] = EMPTY
 
-    def survivors(self) -> Iterator[Survivor]:
-        """The whole pages in the arena, oldest first within a segment's order of generations; cells that were being
-        written and cells whose header is damaged become empty."""
-        found: list[Survivor] = []
-        for segment in range(self.geometry.segments):
-            found.extend(self._survivors_in(segment))
-        found.sort(key=lambda survivor: survivor.generation)
-        return iter(found)
+    def survivors(self) -> list[Survivor]:
+        """The whole pages in the arena, oldest first; cells that were being written and cells whose header is damaged
+        become empty."""
+        found = itertools.chain.from_iterable(map(self._survivors_in, range(self.geometry.segments)))
+        return sorted(found, key=lambda survivor: survivor.generation)
 
     def _survivors_in(self, segment: int) -> Iterator[Survivor]:
         size = int(self.segment_cell_bytes[segment])

@@ -128,16 +128,8 @@ def new_file_header(geometry: ArenaGeometry, owner: Mapping[str, str | int]) -> 
     room = FILE_HEADER_BYTES - OWNER_START
     if len(facts) > room:
         raise ValueError(f"the owner's facts take {len(facts)} bytes, at most {room} fit")
-    header = np.zeros(1, FILE_HEADER)
-    header[0] = (
-        ARENA_MAGIC,
-        ARENA_VERSION,
-        len(facts),
-        secrets.randbits(64),
-        geometry.segments,
-        geometry.segment_bytes,
-        0,
-    )
+    fields = (ARENA_MAGIC, ARENA_VERSION, len(facts), secrets.randbits(64), *geometry, 0)
+    header = np.array([fields], FILE_HEADER)
     return header.tobytes().ljust(OWNER_START, b"\0") + facts.ljust(room, b"\0")
 
 

@@ -59,6 +59,10 @@ class Residents:
         """The page stored under `key`."""
         return self._index.get(key)
 
+    def stored(self, keys: Iterable[bytes]) -> list[Page]:
+        """The pages that are stored under `keys`."""
+        return [page for key in keys if (page := self._index.get(key)) is not None]
+
     def pages(self) -> list[Page]:
         """All pages, oldest first."""
         return list(self._index.values())

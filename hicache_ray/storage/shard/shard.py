@@ -249,22 +249,20 @@ class Shard:
     def describe(self, keys: Sequence[bytes]) -> list[HeldPage]:
         """The stored pages among `keys`."""
         with self._lock:
-            return self._described([page for key in keys if (page := self._residents.get(key)) is not None])
+            return self._described(self._residents.stored(keys))
 
     def lend(self, keys: Sequence[bytes]) -> tuple[int, list[HeldPage]]:
         """The stored pages among `keys`, under a lease with that id; does not count as a use."""
         with self._lock:
-            pages = [page for key in keys if (page := self._residents.get(key)) is not None]
+            pages = self._residents.stored(keys)
             return self._lease(pages), self._described(pages)
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Drop pages that the members that own them have."""
         with self._lock:
-            for key in keys:
-                page = self._residents.get(key)
-                if page is not None:
-                    self._residents.drop(page)
-                    self._counts["moved"] += 1
+            for page in self._residents.stored(set(keys)):
+                self._residents.drop(page)
+                self._counts["moved"] += 1
 
     def mark(self) -> int:
         """A point in time, for `written_since`."""
