@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class ServiceAudit:
 
     groups: dict[str, list[dict[str, Any]]]
     storage: tuple[StorageAudit, ...] = ()
-    faults: tuple[str, ...] = field(default=())
+    faults: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""

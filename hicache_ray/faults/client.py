@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from hicache_ray.rank.group import Group, GroupAnswer, GroupError
+from hicache_ray.rank.group import Group, GroupError
 from hicache_ray.replay.chat import ChatSpec, chat_requests
 from hicache_ray.replay.driver import Driver, DriveSettings, RequestSource, Tally
 from hicache_ray.replay.requests import ReplayRequest
@@ -70,15 +70,15 @@ class ChaosClient(threading.Thread):
     ) -> None:
         super().__init__(name=f"chaos-{name}", daemon=True)
         self.outcomes = Outcomes()
-        self._group_name = name
         self._step_limit = step_limit
-        self._stepped = stepped
         self._step_began = 0.0
         self._gone = threading.Event()
         settings = DriveSettings(
             concurrency=concurrency, in_flight=concurrency, attempts=REQUEST_ATTEMPTS, stall_seconds=math.inf
         )
-        self._driver = Driver(group, source, settings, tally=self.outcomes, answered=self._answered)
+        self._driver = Driver(
+            group, source, settings, tally=self.outcomes, answered=lambda answer: stepped(name, self._step_began)
+        )
 
     @property
     def unended(self) -> int:
@@ -114,6 +114,3 @@ class ChaosClient(threading.Thread):
             took = time.monotonic() - began
             self.outcomes.longest_step = max(self.outcomes.longest_step, took)
             self.outcomes.hung += took > self._step_limit
-
-    def _answered(self, answer: GroupAnswer) -> None:
-        self._stepped(self._group_name, self._step_began)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -20,8 +20,6 @@ from hicache_ray import faultpoints
 from hicache_ray.faultpoints import InjectedFault, Views
 from hicache_ray.faults.kinds import KINDS, RANK, FaultKind, Strike
 from hicache_ray.faults.plan import FaultPlan, Identity, PlannedFault
-
-Clock = Callable[[], float]
 
 
 class Firing(NamedTuple):
@@ -33,11 +31,6 @@ class Firing(NamedTuple):
     point: str
     at: float
     pid: int
-
-
-def end_process(number: int) -> None:
-    """Sends this process a signal that ends or stops it."""
-    os.kill(os.getpid(), number)
 
 
 class PlanInjector:
@@ -63,8 +56,8 @@ class PlanInjector:
         started: float | None = None,
         spent: Mapping[int, int] | None = None,
         note: Callable[[Firing], None] | None = None,
-        end: Callable[[int], None] = end_process,
-        clock: Clock = time.time,
+        end: Callable[[int], None] = signal.raise_signal,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.plan_id = plan_id
         self.firings: list[Firing] = []
@@ -75,20 +68,12 @@ class PlanInjector:
         self._end = end
         self._lock = threading.Lock()
         self._steps = 0
-        self._armed = [
-            _Armed(number, fault, f"{plan.seed} {number} {who}", (spent or {}).get(number, 0))
-            for number, fault in enumerate(plan.faults)
-            if fault.can_hit(who) and not fault.outside
-        ]
         self._at: dict[str, list[_Armed]] = {}
-        for armed in self._armed:
-            for point in armed.fault.places:
-                self._at.setdefault(point, []).append(armed)
-
-    @property
-    def counts(self) -> Counter[int]:
-        """How often each fault has happened, its predecessors' times included."""
-        return Counter({armed.number: armed.fired for armed in self._armed})
+        for number, fault in enumerate(plan.faults):
+            if fault.can_hit(who) and not fault.outside:
+                armed = _Armed(number, fault, f"{plan.seed} {number} {who}", (spent or {}).get(number, 0))
+                for point in fault.places:
+                    self._at.setdefault(point, []).append(armed)
 
     def reach(self, point: str, peer: str) -> None:
         """See `faultpoints.Injector`."""
@@ -100,41 +85,39 @@ class PlanInjector:
         if point == "rank.step":
             self._steps += 1
         lost = False
-        for armed in self._due(point, peer, "strike"):
-            assert armed.kind.strike is not None
-            lost = armed.kind.strike(Strike(point, str(self._who), armed.fault.seconds, self._end)) or lost
+        for armed, strike in self._due(point, peer, "strike"):
+            lost = strike(Strike(point, str(self._who), armed.fault.seconds, self._end)) or lost
         return lost
 
     def answered(self, point: str, asked: int, answer: Any) -> Any:
         """See `faultpoints.Injector`."""
-        for armed in self._due(point, "", "answer"):
-            assert armed.kind.answer is not None
-            answer = armed.kind.answer(asked, answer)
+        for _, change in self._due(point, "", "answer"):
+            answer = change(asked, answer)
         return answer
 
     def damage(self, point: str, pages: Callable[[], Views]) -> None:
         """See `faultpoints.Injector`."""
-        for armed in self._due(point, "", "damage"):
-            assert armed.kind.damage is not None
+        for armed, damage in self._due(point, "", "damage"):
             views = pages()
             if len(views):
-                armed.kind.damage(views[armed.rng.randrange(len(views))], armed.rng)
+                damage(views[armed.rng.randrange(len(views))], armed.rng)
 
-    def _due(self, point: str, peer: str, effect: str) -> list[_Armed]:
-        """The faults with that effect that happen here and now; each is noted."""
+    def _due(self, point: str, peer: str, name: str) -> list[tuple[_Armed, Callable[..., Any]]]:
+        """The faults with an effect of that name that happen here and now, with the effect; each is noted."""
         armed_here = self._at.get(point)
         if not armed_here:
             return []
         now, due = self._clock(), []
         with self._lock:
             for armed in armed_here:
-                if getattr(armed.kind, effect) is None or not armed.reaches(peer):
+                effect = getattr(armed.kind, name)
+                if effect is None or not armed.reaches(peer):
                     continue
-                if armed.in_window(now):
-                    due.append(armed)
+                if now < armed.goes_on_until:
+                    due.append((armed, effect))
                 elif armed.happens(self._steps, now - self._started, now):
                     self._note(Firing(armed.number, str(self._who), armed.fault.kind, point, now, os.getpid()))
-                    due.append(armed)
+                    due.append((armed, effect))
         return due
 
 
@@ -146,10 +129,10 @@ class _Armed:
         self.fault = fault
         self.kind: FaultKind = KINDS[fault.kind]
         self.rng = random.Random(seed)
-        self.fired = spent
+        self.goes_on_until = 0.0
+        self._fired = spent
         self._turns = spent
         self._calls = 0
-        self._until = 0.0
 
     def reaches(self, peer: str) -> bool:
         """Counts a call, where it is one to the fault's peer."""
@@ -158,30 +141,24 @@ class _Armed:
         self._calls += 1
         return True
 
-    def in_window(self, now: float) -> bool:
-        """Whether a fault that goes on for a while has begun and not ended."""
-        return now < self._until
-
     def happens(self, steps: int, seconds: float, now: float) -> bool:
         """Whether it happens this time; counts it when it does."""
         fault = self.fault
-        if fault.limit and self.fired >= fault.limit:
+        if fault.limit and self._fired >= fault.limit:
             return False
-        reached, first = self._calls, fault.call or 1
+        reached, first = float(self._calls), float(fault.call or 1)
         if fault.step is not None:
             reached, first = steps, fault.step
-        value = float(reached)
-        start: float = first
-        if fault.time is not None:
-            value, start = seconds, fault.time
-        if value < start + self._turns * (fault.every or 0):
+        elif fault.time is not None:
+            reached, first = seconds, fault.time
+        if reached < first + self._turns * (fault.every or 0):
             return False
         self._turns += 1
         if self.rng.random() >= fault.probability:
             return False
-        self.fired += 1
+        self._fired += 1
         if self.kind.goes_on:
-            self._until = now + (fault.seconds or 0)
+            self.goes_on_until = now + (fault.seconds or 0)
         return True
 
 

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 from hicache_ray.faultpoints import POINTS
 from hicache_ray.faults.kinds import ANY, HANG, KINDS, RANK, ROLES, STORAGE, SUPERVISOR, points_of, usual_points
 
-_RANK = re.compile(r"rank (\d+|\*|any)(?: of (\S+))?")
-_STORAGE = re.compile(r"storage (\d+|\*|any)")
+_NAMES = {
+    RANK: re.compile(r"rank (\d+|\*|any)(?: of (\S+))?"),
+    STORAGE: re.compile(r"storage (\d+|\*|any)()"),
+}
 
 
 class FaultPlanError(ValueError):
@@ -37,9 +39,7 @@ class Identity(NamedTuple):
     group: str = ""
 
     def __str__(self) -> str:
-        if self.role == SUPERVISOR:
-            return self.role
-        return f"{self.role} {self.number}" + (f" of {self.group}" if self.group else "")
+        return str(Target(*self))
 
     @classmethod
     def parse(cls, text: str) -> Identity:
@@ -76,11 +76,10 @@ class Target(NamedTuple):
             return cls(ANY, drawn=True)
         if text == SUPERVISOR:
             return cls(SUPERVISOR, 0)
-        for role, pattern in ((RANK, _RANK), (STORAGE, _STORAGE)):
-            match = pattern.fullmatch(str(text))
-            if match:
-                number, group = match[1], (match[2] if role == RANK else None) or ""
-                return cls(role, int(number) if number.isdigit() else None, group, number == ANY)
+        for role, pattern in _NAMES.items():
+            if match := pattern.fullmatch(str(text)):
+                number, group = match.groups()
+                return cls(role, int(number) if number.isdigit() else None, group or "", drawn=number == ANY)
         raise FaultPlanError(
             f"who is {text!r}; use 'rank 1 of instance-0', 'rank 1', 'rank *', 'rank any', 'storage 0', 'storage *', "
             "'supervisor' or 'any' (which is one of all, drawn)"
@@ -325,15 +324,12 @@ class FaultPlan:
         """
         faults = []
         for number, fault in enumerate(self.faults):
-            there = [
-                one for one in who if fault.who.matches(one) and (fault.outside or points_of(fault.kind, one.role))
-            ]
+            there = [one for one in who if fault.can_hit(one)]
             if not there and not partial:
                 names = ", ".join(map(str, who))
                 raise FaultPlanError(f"fault {number} is about {fault.who}, and there are {names or 'no processes'}")
             if there and fault.who.drawn and not fault.outside:
-                chosen = random.Random(f"{self.seed} {number}").choice(there)
-                fault = replace(fault, who=Target(chosen.role, chosen.number, chosen.group))
+                fault = replace(fault, who=Target(*random.Random(f"{self.seed} {number}").choice(there)))
             faults.append(fault)
         return replace(self, faults=tuple(faults))
 
@@ -377,4 +373,4 @@ def _drawn(rng: random.Random, who: Sequence[Identity], kinds: Mapping[str, floa
     one = rng.choice([one for one in who if one.role == role])
     seconds = round(rng.uniform(*DRAWN_SECONDS), 2)
     lasts = KINDS[kind].needs_seconds or (kind == HANG and role == SUPERVISOR)
-    return PlannedFault(kind, Target(one.role, one.number, one.group), time=at, seconds=seconds if lasts else None)
+    return PlannedFault(kind, Target(*one), time=at, seconds=seconds if lasts else None)

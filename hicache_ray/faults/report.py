@@ -89,14 +89,14 @@ class ChaosReport:
             "leaked_slots": self.audit.leaked,
             "hung_steps": self._sum("hung"),
             "unnoticed_divergences": self.audit.divergences,
-            "heal_s": {"max": _rounded(max(self.heals, default=0.0)), "p50": _rounded(percentile(self.heals, 0.5))},
-            "notice_s": self._notice(),
+            "heal_s": _spread(self.heals),
+            "notice_s": _spread([record.noticed - record.at for record in self.records if record.noticed is not None]),
             "heal_s_by_role": self._by_role(),
             "pages_verified": self._sum("verified"),
             "steps": self._sum("steps"),
             "restarts": self._sum("restarts"),
-            "longest_step_s": _rounded(max((outcome.longest_step for outcome in self.outcomes), default=0.0)),
-            "hit_rate": _rounded(self._hit_rate()),
+            "longest_step_s": round(max((outcome.longest_step for outcome in self.outcomes), default=0.0), 3),
+            "hit_rate": round(self._hit_rate(), 3),
             "timeline": [self._row(record) for record in self.records],
             "plan": self.plan.as_mapping(),
         }
@@ -124,10 +124,10 @@ class ChaosReport:
 
     def _row(self, record: FaultRecord) -> dict[str, Any]:
         def after(moment: float | None) -> float | None:
-            return None if moment is None else _rounded(moment - record.at)
+            return None if moment is None else round(moment - record.at, 3)
 
         return {
-            "at": _rounded(record.at - self.began),
+            "at": round(record.at - self.began, 3),
             "kind": record.kind,
             "who": str(record.who),
             "point": record.point,
@@ -135,19 +135,12 @@ class ChaosReport:
             "healed_after": after(record.healed),
         }
 
-    def _notice(self) -> dict[str, float]:
-        times = [record.noticed - record.at for record in self.records if record.noticed is not None]
-        return {"max": _rounded(max(times, default=0.0)), "p50": _rounded(percentile(times, 0.5))}
-
     def _by_role(self) -> dict[str, dict[str, float]]:
         found: dict[str, list[float]] = {}
         for record in self.records:
             if record.heal_seconds is not None:
                 found.setdefault(f"{record.kind} {record.who.role}", []).append(record.heal_seconds)
-        return {
-            name: {"count": len(heals), "max": _rounded(max(heals)), "p50": _rounded(percentile(heals, 0.5))}
-            for name, heals in sorted(found.items())
-        }
+        return {name: {"count": len(heals), **_spread(heals)} for name, heals in sorted(found.items())}
 
     def _hit_rate(self) -> float:
         counts = [outcome.counts for outcome in self.outcomes]
@@ -164,5 +157,5 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
-def _rounded(value: float) -> float:
-    return round(value, 3)
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    return {"max": round(max(seconds, default=0.0), 3), "p50": round(percentile(seconds, 0.5), 3)}

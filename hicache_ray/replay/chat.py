@@ -135,7 +135,7 @@ def chat_requests(spec: ChatSpec, seed: int) -> Iterator[ReplayRequest]:
             rid=f"s{session}t{turn}",
             prompt=prompt,
             output=output,
-            namespace=_namespace(spec, session),
+            namespace=Namespace(tenant=f"tenant{session % spec.tenants}") if spec.tenants else EMPTY_NAMESPACE,
             after=f"s{session}t{turn - 1}" if turn else None,
         )
         histories[session] = np.concatenate([prompt, output])
@@ -143,12 +143,6 @@ def chat_requests(spec: ChatSpec, seed: int) -> Iterator[ReplayRequest]:
         if turns_done[session] == spec.turns:
             open_sessions.pop(at)
             histories[session] = prompt[:0].copy()  # a view would keep the prompt
-
-
-def _namespace(spec: ChatSpec, session: int) -> Namespace:
-    if spec.tenants == 0:
-        return EMPTY_NAMESPACE
-    return Namespace(tenant=f"tenant{session % spec.tenants}")
 
 
 def _around(rng: np.random.Generator, mean: int) -> int:

@@ -144,18 +144,6 @@ class Tally:
             self.verified += counters.get("pages_verified", 0)
             self.wrong += counters.get("pages_mismatched", 0)
 
-    def add_scheduled(self, row: Scheduled, tokens: int, page_size: int) -> None:
-        """Notes a prompt of so many tokens that was scheduled."""
-        counts = self.counts
-        counts.requests += 1
-        counts.blocks += -(-tokens // page_size)
-        counts.hit_blocks += (row.device_tokens + row.host_tokens + row.storage_tokens) // page_size
-        counts.tokens += tokens
-        counts.tokens_l1 += row.device_tokens
-        counts.tokens_l2 += row.host_tokens
-        counts.tokens_l3 += row.storage_tokens
-        counts.tokens_computed += row.computed_tokens
-
 
 @dataclass
 class _Sent:
@@ -287,9 +275,12 @@ class Driver:
         return None if request is None else _Sent(request)
 
     def _take_scheduled(self, rows: Sequence[Scheduled]) -> None:
+        page_size = self.settings.page_size
         for row in rows:
             if row.ok:
-                self.tally.add_scheduled(row, len(self._sent[row.rid].request.prompt), self.settings.page_size)
+                found = (row.device_tokens, row.host_tokens, row.storage_tokens)
+                hits = sum(found) // page_size
+                self.tally.counts.add(*found, row.computed_tokens, block_tokens=page_size, hit_blocks=hits)
         self._running = [row.rid for row in rows if row.ok]
         self._blocked = any(not row.ok for row in rows)
         self._ready = [rid for rid in self._ready if rid not in self._running]

@@ -113,10 +113,4 @@ def _serve(index: TieredIndex, key: Key, tokens: int, page_tokens: int, counts: 
     index.transfers.acknowledge_loads(len(index.transfers.loads))
     found_l1 = min(match.device_pages * page_tokens, tokens)
     found = min(cached * page_tokens, tokens)
-    counts.requests += 1
-    counts.blocks += -(-tokens // page_tokens)
-    counts.hit_blocks += cached
-    counts.tokens += tokens
-    counts.tokens_l1 += found_l1
-    counts.tokens_l2 += found - found_l1
-    counts.tokens_computed += tokens - found
+    counts.add(found_l1, found - found_l1, 0, tokens - found, block_tokens=page_tokens, hit_blocks=cached)

@@ -56,6 +56,18 @@ class TokenCounts:
         """Tokens found in L1, in L2 and in L3."""
         return self.tokens_l1, self.tokens_l2, self.tokens_l3
 
+    def add(self, l1: int, l2: int, l3: int, computed: int, *, block_tokens: int, hit_blocks: int) -> None:
+        """Counts one prompt by where its tokens came from."""
+        tokens = l1 + l2 + l3 + computed
+        self.requests += 1
+        self.blocks += -(-tokens // block_tokens)
+        self.hit_blocks += hit_blocks
+        self.tokens += tokens
+        self.tokens_l1 += l1
+        self.tokens_l2 += l2
+        self.tokens_l3 += l3
+        self.tokens_computed += computed
+
 
 class StepTimes:
     """Step times in microseconds, by part, of every step of a run."""
@@ -183,12 +195,14 @@ EVICTION_NAMES = {"l1_evicted": "L1", "l2_evicted": "L2", "l1_dropped": "L1, dro
 
 def report_tables(report: ReplayReport) -> list[RenderableType]:
     """The tables of a report, each only where there is something in it."""
+    from rich.table import Table
+
     tables: list[RenderableType] = [_token_table(report)]
     if report.bytes:
-        tables.append(_side_by_side(_bytes_table(report), _step_table(report)))
-    tables.append(_pool_table(report))
-    tables.append(_closing_lines(report))
-    return tables
+        beside = Table.grid(padding=(0, 4))
+        beside.add_row(_bytes_table(report), _step_table(report))
+        tables.append(beside)
+    return [*tables, _pool_table(report), _closing_lines(report)]
 
 
 def sweep_table(swept: Sequence[str], rows: Sequence[tuple[Mapping[str, object], ReplayReport]]) -> Table:
@@ -229,9 +243,9 @@ def size(count: float) -> str:
     """A number of bytes in the unit that suits it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            break
         count /= 1024
-    raise AssertionError("the last unit takes everything")
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
 
 
 def _token_table(report: ReplayReport) -> Table:
@@ -300,16 +314,6 @@ def _table(title: str, names: Sequence[str], numbers: Sequence[str], rows: Seque
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _side_by_side(*tables: Table) -> Table:
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 4))
-    for _ in tables:
-        grid.add_column(vertical="top")
-    grid.add_row(*tables)
-    return grid
 
 
 def _percent(part: int, whole: int) -> str:
