@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
+from hicache_ray.deadline import wait_until
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import Storage
 from hicache_ray.testing.host_pages import LAYOUTS_OF, NumpyHostPages, PageShape
@@ -57,18 +58,8 @@ def page_names(count: int, seed: int = 0) -> list[bytes]:
     return [hashlib.sha256(f"{seed} {position}".encode()).digest() for position in range(count)]
 
 
-class MakeStorage(Protocol):
-    """Makes a backend on the test's store, with a host pool; it is closed when the test ends."""
-
-    def __call__(
-        self,
-        shape: PageShape = ...,
-        *,
-        pages: int = ...,
-        identity: ModelIdentity | None = ...,
-        pool: NumpyHostPages | None = ...,
-        **options: Any,
-    ) -> tuple[Storage, NumpyHostPages]: ...
+MakeStorage = Callable[..., tuple[Storage, NumpyHostPages]]
+"""Makes a backend on the test's store, with a host pool, as `SuiteBase.make` says."""
 
 
 class SuiteBase:
@@ -91,7 +82,7 @@ class SuiteBase:
 
     @pytest.fixture
     def make(self, subject: StorageSubject, tmp_path: Path) -> Iterator[MakeStorage]:
-        """Makes backends on the emptied store."""
+        """Makes backends on the emptied store, each with a host pool, and closes them when the test ends."""
         made: list[Storage] = []
         subject.empty(tmp_path)
 
@@ -116,32 +107,19 @@ class SuiteBase:
 
 def at_once(functions: list[Callable[[], Any]]) -> list[Any]:
     """Results of the functions, each on its own thread, begun together; raises what one of them raised."""
-    results: list[Any] = [None] * len(functions)
-    errors: list[BaseException] = []
     begin = threading.Barrier(len(functions))
 
-    def run(position: int) -> None:
-        try:
-            begin.wait()
-            results[position] = functions[position]()
-        except BaseException as error:
-            errors.append(error)
+    def run(function: Callable[[], Any]) -> Any:
+        begin.wait()
+        return function()
 
-    threads = [threading.Thread(target=run, args=(position,)) for position in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a storage call did not end"
-    return results
+    threads = ThreadPoolExecutor(len(functions))
+    calls = [threads.submit(run, function) for function in functions]
+    threads.shutdown(wait=False)
+    assert not wait(calls, 120).not_done, "a storage call did not end"
+    return [call.result() for call in calls]
 
 
 def eventually(condition: Callable[[], bool], otherwise: str, seconds: float = 30.0) -> None:
     """Wait until `condition` holds; AssertionError with the text `otherwise` when it does not within `seconds`."""
-    deadline = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        pause.wait(0.02)
+    assert wait_until(condition, seconds, pause=0.02), otherwise

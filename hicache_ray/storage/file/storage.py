@@ -216,23 +216,20 @@ class FileStorage(Storage):
         return path
 
     def _rename(self, path: str, target: str) -> bool:
-        for attempt in range(2):
+        try:
             try:
                 os.rename(path, target)
-                faultpoints.damage("page.file", lambda: [np.memmap(target, np.uint8, "r+")])
-                if self.options.fsync:
-                    _sync_folder(os.path.dirname(target))
-                return True
-            except FileNotFoundError as error:
+            except FileNotFoundError:
                 # The shard's folder is made with its first page, or was removed with a clear.
-                if attempt == 0:
-                    os.makedirs(os.path.dirname(target), exist_ok=True)
-                    continue
-                self._failed("name", target, error)
-            except OSError as error:
-                self._failed("name", target, error)
-                break
-        return False
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                os.rename(path, target)
+            faultpoints.damage("page.file", lambda: [np.memmap(target, np.uint8, "r+")])
+            if self.options.fsync:
+                _sync_folder(os.path.dirname(target))
+        except OSError as error:
+            self._failed("name", target, error)
+            return False
+        return True
 
     def _failed(self, what: str, path: str, error: OSError) -> None:
         self.counters.add(errors=1)

@@ -220,13 +220,9 @@ _clients: dict[tuple[Any, ...], tuple[MooncakeClient, int]] = {}
 _clients_lock = threading.Lock()
 
 
-def _client_key(options: MooncakeOptions, identity: ModelIdentity) -> tuple[Any, ...]:
-    # What does not differ between the ranks of an instance is in the options.
-    return (options, identity.tp_rank, identity.tp_size, identity.pp_rank, identity.pp_size)
-
-
 def _borrow_client(options: MooncakeOptions, identity: ModelIdentity, timeout: float) -> MooncakeClient:
-    key = _client_key(options, identity)
+    # What does not differ between the ranks of an instance is in the options.
+    key = (options, identity.tp_rank, identity.tp_size, identity.pp_rank, identity.pp_size)
     with _clients_lock:
         client, borrowers = _clients.get(key) or (MooncakeClient(options, identity, timeout), 0)
         _clients[key] = client, borrowers + 1

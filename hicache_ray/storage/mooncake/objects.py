@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
-import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -125,8 +126,7 @@ class FullObjects(ObjectStyle):
         self._digest = identity.digest
         self._tag = f"{tag}_" if tag else ""
         self._sums = np.zeros((MAX_CALLS, MAX_PIECES // 2), dtype="<u8")
-        self._free = list(range(MAX_CALLS))
-        self._lock = threading.Lock()
+        self._free = deque(range(MAX_CALLS))
 
     def keys(self, page_hash: bytes) -> list[str]:
         return [self._tag + storage_key(self._digest, page_hash.hex())]
@@ -143,8 +143,7 @@ class FullObjects(ObjectStyle):
     def read(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
         """As the base's; a page whose checksum does not fit is CORRUPT."""
         keys = [self.keys(page_hash)[0] for page_hash in hashes]
-        row = self._take()
-        try:
+        with self._row() as row:
             addresses, sizes = self._pieces(pages, pool, row)
             codes = store.batch_get_into_multi_buffers(keys, addresses, sizes)
             self.note(codes)
@@ -159,20 +158,15 @@ class FullObjects(ObjectStyle):
                     outcome = Outcome.CORRUPT
                 outcomes.append(outcome)
             return outcomes
-        finally:
-            self._give_back(row)
 
     def write(self, store: Any, hashes: Sequence[bytes], pages: Pages, pool: HostPages) -> list[Outcome]:
         keys = [self.keys(page_hash)[0] for page_hash in hashes]
-        row = self._take()
-        try:
+        with self._row() as row:
             for position, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
                 self._sums[row, position] = page_checksum(key, page_runs(pool.segments, page))
             codes = store.batch_put_from_multi_buffers(keys, *self._pieces(pages, pool, row))
-            self.note(codes)
-            return [write_outcome(code) for code in codes]
-        finally:
-            self._give_back(row)
+        self.note(codes)
+        return [write_outcome(code) for code in codes]
 
     def _pieces(self, pages: Pages, pool: HostPages, row: int) -> tuple[list[list[int]], list[list[int]]]:
         """Addresses and sizes of each page's segments, those of its checksum behind them."""
@@ -187,14 +181,16 @@ class FullObjects(ObjectStyle):
         size = store.get_size(key)
         return size >= 0 and size != expected
 
-    def _take(self) -> int:
-        with self._lock:
-            if not self._free:
-                raise RuntimeError(f"more than {MAX_CALLS} Mooncake calls are under way")
-            return self._free.pop()
-
-    def _give_back(self, row: int) -> None:
-        with self._lock:
+    @contextlib.contextmanager
+    def _row(self) -> Iterator[int]:
+        """Room for the checksums of one call."""
+        try:
+            row = self._free.pop()
+        except IndexError:
+            raise RuntimeError(f"more than {MAX_CALLS} Mooncake calls are under way") from None
+        try:
+            yield row
+        finally:
             self._free.append(row)
 
 

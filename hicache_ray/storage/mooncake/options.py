@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,68 +27,52 @@ from hicache_ray.storage.registry import BackendError
 CONFIG_PATH_VARIABLES = ("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", "MOONCAKE_CONFIG_PATH")
 
 
-# SGLang reads the same options and variables: a gb must be as large here as there.
-_memory = partial(read_size, kilo=1024)
-
-
 class _Source(NamedTuple):
     """Where an option's value may come from beside the extra config and the file."""
 
     variables: tuple[str, ...]
     default: Any
-    read: Reader = read_text
+    read: Reader
 
 
-OPTIONS: dict[str, _Source] = {
-    "master_server_address": _Source(("MOONCAKE_MASTER",), ""),
-    "metadata_server": _Source(("MOONCAKE_TE_META_DATA_SERVER",), "P2PHANDSHAKE"),
-    "local_hostname": _Source(("MOONCAKE_LOCAL_HOSTNAME", "LOCAL_HOSTNAME"), "localhost"),
-    "protocol": _Source(("MOONCAKE_PROTOCOL",), "tcp"),
-    "device_name": _Source(("MOONCAKE_DEVICE",), ""),
-    "global_segment_size": _Source(("MOONCAKE_GLOBAL_SEGMENT_SIZE",), "4gb", _memory),
-    "local_buffer_size": _Source(("SGLANG_MOONCAKE_LOCAL_BUFFER_SIZE",), "16mb", _memory),
-    "master_metrics_port": _Source(("MOONCAKE_MASTER_METRICS_PORT",), 9003, read_count),
-    "check_server": _Source(("MOONCAKE_CHECK_SERVER",), False, read_bool),
-    "setup_timeout": _Source((), 60, read_count),
-    "extra_backend_tag": _Source((), ""),
-    "key_style": _Source((), "full", partial(read_choice, choices=KEY_STYLES)),
-}
-"""Every option of the backend, with its sources beside the extra config."""
+def _option(*variables: str, default: Any, read: Reader = read_text) -> Any:
+    return field(metadata={"source": _Source(variables, default, read)})
+
+
+# SGLang reads the same options and variables: a gb must be as large here as there.
+_memory = partial(read_size, kilo=1024)
 
 
 @dataclass(frozen=True)
 class MooncakeOptions:
-    """What a client of a Mooncake store needs to know.
+    """What a client of a Mooncake store needs to know."""
 
-    Attributes:
-        master_server_address: host:port of `mooncake_master`.
-        metadata_server: URL of the metadata server, or "P2PHANDSHAKE".
-        local_hostname: this host's name or address, as the other clients reach it.
-        protocol: "tcp" or "rdma".
-        device_name: RDMA devices, or a JSON object {"<tp rank>": "<devices>"}.
-        global_segment_size: bytes of memory that the ranks of an instance lend to the store together, as in SGLang;
-            with 0 other processes hold the pages. What a process lends is lost with it.
-        local_buffer_size: bytes of the client's own buffer.
-        master_metrics_port: HTTP port of the master, for `check_server`.
-        check_server: wait at start, up to `setup_timeout` seconds, until the store is up and has memory, and refuse to
-            start without it. Otherwise a store that is not there yet is all misses until it is.
-        extra_backend_tag: put before every key, so that several users of one store keep apart.
-        key_style: "full" (whole identity, one object a page, checksum) or "sglang" (case 10: shared with SGLang, no
-            checksum).
-    """
-
-    master_server_address: str
-    metadata_server: str
-    local_hostname: str
-    protocol: str
-    device_name: str
-    global_segment_size: int
-    local_buffer_size: int
-    master_metrics_port: int
-    check_server: bool
-    setup_timeout: int
-    extra_backend_tag: str
-    key_style: str
+    master_server_address: str = _option("MOONCAKE_MASTER", default="")
+    """host:port of `mooncake_master`."""
+    metadata_server: str = _option("MOONCAKE_TE_META_DATA_SERVER", default="P2PHANDSHAKE")
+    """URL of the metadata server, or "P2PHANDSHAKE"."""
+    local_hostname: str = _option("MOONCAKE_LOCAL_HOSTNAME", "LOCAL_HOSTNAME", default="localhost")
+    """This host's name or address, as the other clients reach it."""
+    protocol: str = _option("MOONCAKE_PROTOCOL", default="tcp")
+    """Either "tcp" or "rdma"."""
+    device_name: str = _option("MOONCAKE_DEVICE", default="")
+    """RDMA devices, or a JSON object {"<tp rank>": "<devices>"}."""
+    global_segment_size: int = _option("MOONCAKE_GLOBAL_SEGMENT_SIZE", default="4gb", read=_memory)
+    """Bytes of memory that the ranks of an instance lend to the store together, as in SGLang; with 0 other processes
+    hold the pages. What a process lends is lost with it."""
+    local_buffer_size: int = _option("SGLANG_MOONCAKE_LOCAL_BUFFER_SIZE", default="16mb", read=_memory)
+    """Bytes of the client's own buffer."""
+    master_metrics_port: int = _option("MOONCAKE_MASTER_METRICS_PORT", default=9003, read=read_count)
+    """HTTP port of the master, for `check_server`."""
+    check_server: bool = _option("MOONCAKE_CHECK_SERVER", default=False, read=read_bool)
+    """Wait at start, up to `setup_timeout` seconds, until the store is up and has memory, and refuse to start without
+    it. Otherwise a store that is not there yet is all misses until it is."""
+    setup_timeout: int = _option(default=60, read=read_count)
+    extra_backend_tag: str = _option(default="")
+    """Put before every key, so that several users of one store keep apart."""
+    key_style: str = _option(default="full", read=partial(read_choice, choices=KEY_STYLES))
+    """Either "full" (whole identity, one object a page, checksum) or "sglang" (case 10: shared with SGLang, no
+    checksum)."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> MooncakeOptions:
@@ -140,6 +124,10 @@ class MooncakeOptions:
             return [(part.hostname or "", part.port or 80) for part in parts]
         except ValueError as error:
             raise BackendError(f"no host:port in {' and '.join(addresses)}: {error}") from error
+
+
+OPTIONS: dict[str, _Source] = {entry.name: entry.metadata["source"] for entry in fields(MooncakeOptions)}
+"""Every option of the backend, with its sources beside the extra config."""
 
 
 def _read_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
