@@ -14,24 +14,11 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 logger = logging.getLogger("hicache_ray.storage")
 
 PAGE_SUFFIXES = (".page", ".bin")
 USAGE_NAME, WRITING_NAME = ".usage", ".writing"
-
-
-class SpaceLimits(NamedTuple):
-    """How much of the disk the folder may take.
-
-    Attributes:
-        max_bytes: most bytes of page files; None: only the floor counts.
-        min_free_bytes: bytes of the file system that stay free.
-    """
-
-    max_bytes: int | None = None
-    min_free_bytes: int = 0
 
 
 class FileSpace:
@@ -43,9 +30,12 @@ class FileSpace:
     by the next `reserve`. Thread-safe.
     """
 
-    def __init__(self, root: Path, limits: SpaceLimits) -> None:
+    def __init__(self, root: Path, max_bytes: int | None, min_free_bytes: int) -> None:
+        """`root` for at most `max_bytes` of page files (None: only the floor counts), with `min_free_bytes` of its file
+        system left free."""
         self._root = root
-        self._limits = limits
+        self._max_bytes = max_bytes
+        self._min_free_bytes = min_free_bytes
         self._lock = threading.RLock()
         self._order: OrderedDict[str, int] = OrderedDict()
         self._written = 0
@@ -143,13 +133,12 @@ class FileSpace:
 
     def _make_room(self, total: int, size: int) -> bool:
         """Whether `size` bytes, which `total` counts already, fit, once files were evicted for them where need be."""
-        cap = self._limits.max_bytes
-        over = 0
+        cap, over = self._max_bytes, 0
         if cap is not None:
             over = total - cap
             if self._written > cap // 2:
                 over += self._rescan()
-        over = max(over, self._limits.min_free_bytes + size - free_bytes(self._root))
+        over = max(over, self._min_free_bytes + size - free_bytes(self._root))
         return over <= 0 or self._evict(over)
 
     def _evict(self, need: int) -> bool:

@@ -20,7 +20,7 @@ from hicache_ray.pages import Pages
 from hicache_ray.storage.base import PageContext, Storage, StorageConfig, leading
 from hicache_ray.storage.file.format import PageFile, PageRead, file_bytes, read_page_file, write_page_file
 from hicache_ray.storage.file.options import FileOptions
-from hicache_ray.storage.file.space import FileSpace, SpaceLimits
+from hicache_ray.storage.file.space import FileSpace
 from hicache_ray.storage.host_pages import page_runs
 from hicache_ray.storage.registry import BackendError
 from hicache_ray.threads import HelperThreads
@@ -44,9 +44,7 @@ class FileStorage(Storage):
                 f"key_style 'sglang' can't tell the {identity.pp_size} pipeline stages apart (D9): use key_style 'full'"
             )
         try:
-            self.space = FileSpace(
-                self.options.directory, SpaceLimits(self.options.max_bytes, self.options.min_free_bytes)
-            )
+            self.space = FileSpace(self.options.directory, self.options.max_bytes, self.options.min_free_bytes)
         except OSError as error:
             raise BackendError(f"storage backend 'file' can't use its folder: {error}") from error
         self._helpers = HelperThreads("hicache-file", self.options.threads)
@@ -171,10 +169,9 @@ class FileStorage(Storage):
 
     def _write(self, pages: Sequence[PageFile]) -> int:
         """Store pages in order up to the first failure; how many are stored."""
-        size = sum(page.file_bytes for page in pages)
-        stored = 0
         if not pages:
             return 0
+        size, stored = sum(page.file_bytes for page in pages), 0
         try:
             if not self.space.reserve(size):
                 self.counters.add(errors=1)
