@@ -150,11 +150,8 @@ def token_bytes(tokens: Tokens) -> bytes:
     ids = np.asarray(tokens)
     if ids.ndim != 1:
         raise ValueError(f"tokens have shape {ids.shape}; one dimension is wanted")
-    if ids.dtype.kind not in "iu":
-        return _token_bytes_of_list(ids.tolist())
-    if ids.size and (ids.min() < 0 or ids.max() > MAX_TOKEN):
-        position = int(np.flatnonzero((ids < 0) | (ids > MAX_TOKEN))[0])
-        raise _out_of_range(int(ids[position]), position)
+    if ids.dtype.kind not in "iu" or (ids.size and (ids.min() < 0 or ids.max() > MAX_TOKEN)):
+        return _token_bytes_of_list(ids.tolist())  # which names the first that is no token
     return ids.astype("<u4", copy=False).tobytes()
 
 
@@ -165,16 +162,13 @@ def _token_bytes_of_list(tokens: Sequence[Any]) -> bytes:
     except (OverflowError, TypeError):
         position, token = next((i, token) for i, token in enumerate(tokens) if not _is_token(token))
         if isinstance(token, (int, np.integer)):
-            raise _out_of_range(int(token), position) from None
+            text = f"token {token} at position {position} does not fit 32 unsigned bits (0 to {MAX_TOKEN})"
+            raise TokenRangeError(text) from None
         raise TypeError(f"token {token!r} at position {position} is no integer") from None
 
 
 def _is_token(token: object) -> bool:
     return isinstance(token, (int, np.integer)) and bool(0 <= token <= MAX_TOKEN)
-
-
-def _out_of_range(token: int, position: int) -> TokenRangeError:
-    return TokenRangeError(f"token {token} at position {position} does not fit 32 unsigned bits (0 to {MAX_TOKEN})")
 
 
 def bigram_units(tokens: Tokens) -> bytes:

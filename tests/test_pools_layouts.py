@@ -44,7 +44,7 @@ def random_pool(spec: KVSpec, layout: str) -> HostPool:
 )
 def test_case_55_shapes(spec: KVSpec, layout: str, shape: tuple[int, ...]) -> None:
     made = pool(spec, layout)
-    assert made.shape == shape
+    assert made.geometry.shape == shape
     assert made.kv_buffer.shape == shape
     assert made.kv_buffer.dtype == spec.dtype
     assert made.kv_buffer.data_ptr() == made.buffer.ctypes.data
@@ -56,7 +56,7 @@ def test_kv_split_keeps_two_buffers() -> None:
     assert made.v_buffer.shape == (9, 3, 2, 1, 2)
     assert made.k_buffer.is_contiguous() and made.v_buffer.is_contiguous()
     with pytest.raises(ValueError, match="different widths"):
-        _ = made.shape
+        _ = made.geometry.shape
     mha = pool(MHA, "page_first_kv_split")
     assert mha.k_buffer.shape == mha.v_buffer.shape == (9, 3, 2, 2, 4)
 
@@ -178,17 +178,20 @@ def test_part_views_address_the_shaped_buffer(spec: KVSpec, layout: str) -> None
         assert view[layer, page, token, head].tobytes() == expected
 
 
+def order_of(spec: KVSpec, layout: str) -> str:
+    return pool(spec, layout).geometry.byte_order
+
+
 def test_case_56_byte_order_tells_layouts_of_equal_size_apart() -> None:
-    orders = {layout: pool(MHA, layout).byte_order for layout in ORDERS}
-    assert orders == {
+    assert {layout: order_of(MHA, layout) for layout in ORDERS} == {
         "layer_first": "layer.kv.token.head",
         "page_first": "kv.token.layer.head",
         "page_first_direct": "kv.layer.token.head",
         "page_head": "kv.head.token.layer",
         "page_first_kv_split": "kv.layer.token.head",
     }
-    assert pool(MLA, "page_first_direct").byte_order == pool(MLA, "layer_first").byte_order == "layer.token"
-    assert pool(MLA, "page_first_kv_split").byte_order == "part.layer.token"
+    assert order_of(MLA, "page_first_direct") == order_of(MLA, "layer_first") == "layer.token"
+    assert order_of(MLA, "page_first_kv_split") == "part.layer.token"
 
 
 @pytest.mark.parametrize("spec", [MHA, MLA])
@@ -202,7 +205,7 @@ def test_case_56_equal_order_means_equal_bytes(spec: KVSpec) -> None:
         for placed, view in zip(made.geometry.parts, made.part_views, strict=True):
             part = placed.part
             view[...] = values[part.plane][..., part.start * spec.itemsize : part.stop * spec.itemsize]
-        pages[layout] = (made.byte_order, bytes(made.read_page(1)))
+        pages[layout] = (made.geometry.byte_order, bytes(made.read_page(1)))
     for order, data in pages.values():
         for other_order, other_data in pages.values():
             assert (order == other_order) == (data == other_data)

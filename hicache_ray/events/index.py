@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hicache_ray.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Token
+from hicache_ray.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Token
 from hicache_ray.hashing import EMPTY_NAMESPACE, Namespace
 
 
@@ -54,7 +54,14 @@ class EventIndex:
             ReplayError: an event does not fit; those before it were applied.
         """
         for event in batch.events:
-            self._apply(event)
+            if isinstance(event, AllBlocksCleared) and event.medium is None:
+                self.tiers.clear()
+            elif isinstance(event, AllBlocksCleared):
+                self.tiers.pop(event.medium, None)
+            elif isinstance(event, BlockStored):
+                _store(self.tiers.setdefault(event.medium, {}), event)
+            else:
+                _remove(self.tiers.setdefault(event.medium, {}), event, self.whole)
 
     def clear(self) -> None:
         """Forgets everything, as after a gap in the log."""
@@ -71,19 +78,6 @@ class EventIndex:
             if block_hash not in held:
                 return count
         return len(block_hashes)
-
-    def _apply(self, event: Event) -> None:
-        if isinstance(event, AllBlocksCleared):
-            if event.medium is None:
-                self.tiers.clear()
-            else:
-                self.tiers.pop(event.medium, None)
-            return
-        held = self.tiers.setdefault(event.medium, {})
-        if isinstance(event, BlockStored):
-            _store(held, event)
-        else:
-            _remove(held, event, self.whole)
 
 
 def _store(held: dict[int, Block], event: BlockStored) -> None:

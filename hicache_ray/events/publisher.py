@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
@@ -56,11 +56,6 @@ class PublisherOptions:
     queued_batches: int = 100_000
 
 
-class _Numbered(NamedTuple):
-    sequence: int
-    recorded: RecordedBatch
-
-
 class KVEventPublisher:
     """Numbers batches and sends them from a thread of its own; `publish` never waits for anybody.
 
@@ -81,7 +76,7 @@ class KVEventPublisher:
         self.next_sequence = time.time_ns() // 1_000_000 << CLOCK_BITS if first_sequence is None else first_sequence
         self.published = self.lost = 0
         self._topic = self.options.topic.encode()
-        self._queue: deque[_Numbered] = deque()
+        self._queue: deque[tuple[int, RecordedBatch]] = deque()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=self.options.kept_batches)
         self._closed = False
         self._stream = _open(zmq.PUB, self.options.endpoint, self.options.queued_batches)
@@ -109,7 +104,7 @@ class KVEventPublisher:
         if len(self._queue) >= self.options.queued_batches:
             self._count_lost("%d event batches are queued already: one is lost", len(self._queue))
             return sequence
-        self._queue.append(_Numbered(sequence, recorded))
+        self._queue.append((sequence, recorded))
         self._wake_thread()
         return sequence
 
@@ -145,15 +140,14 @@ class KVEventPublisher:
             if self._woken.fileno() in ready:
                 self._woken.recv(4096)
             while self._queue:
-                self._send(self._queue.popleft())
+                self._send(*self._queue.popleft())
             if self._replay in ready:
                 try:
                     self._answer_replay()
                 except zmq.ZMQError:
                     logger.exception("a replay of KV events broke off")
 
-    def _send(self, numbered: _Numbered) -> None:
-        sequence, recorded = numbered
+    def _send(self, sequence: int, recorded: RecordedBatch) -> None:
         try:
             payload = encode_batch(recorded.batch(), self.options.encoding)
             self._stream.send_multipart((self._topic, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload))

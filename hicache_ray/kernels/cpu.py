@@ -36,12 +36,13 @@ class NumpyCopies(PoolCopies):
                 self._copy_runs(plan, host, stacked, to_host=True)
                 continue
             for layer in layers:
-                self._copy_layer(plan, host[layer], self.device_pool.part_bytes(placed.part, layer), to_host=True)
+                device = self.device_pool.part_tensor(placed.part, layer).numpy()
+                self._copy_layer(plan, host[layer], device, to_host=True)
 
     def load_layer(self, plan: CopyPlan, layer: int) -> None:
         """One layer."""
         for placed, host in zip(self.host_pool.geometry.parts, self.host_pool.part_views, strict=True):
-            self._copy_layer(plan, host[layer], self.device_pool.part_bytes(placed.part, layer), to_host=False)
+            self._copy_layer(plan, host[layer], self.device_pool.part_tensor(placed.part, layer).numpy(), to_host=False)
 
     def _scattered(self, plan: CopyPlan, layers: int) -> bool:
         """Whether the runs are so short that a call for each costs more than copying twice."""
@@ -59,10 +60,8 @@ class NumpyCopies(PoolCopies):
         if not self._scattered(plan, layers=1):
             self._copy_runs(plan, host[None], device[None], to_host=to_host)
             return
-        target, source = (host, device) if to_host else (device, host)
-        target_pages, source_pages = plan.host_pages, plan.device_pages
-        if not to_host:
-            target_pages, source_pages = source_pages, target_pages
+        sides = (host, plan.host_pages), (device, plan.device_pages)
+        (target, target_pages), (source, source_pages) = sides if to_host else sides[::-1]
 
         def work(start: int, stop: int) -> None:
             target[target_pages[start:stop]] = source[source_pages[start:stop]]

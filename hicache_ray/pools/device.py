@@ -90,10 +90,6 @@ class DevicePool:
         plane = self._paged(self.layers[part.plane][layer]).view(torch.uint8)
         return plane[..., part.start * self.spec.itemsize : part.stop * self.spec.itemsize]
 
-    def part_bytes(self, part: Part, layer: int) -> npt.NDArray[np.uint8]:
-        """`part_tensor` as a numpy view; only on the CPU."""
-        return self.part_tensor(part, layer).numpy()
-
     def stacked_bytes(self, part: Part) -> npt.NDArray[np.uint8] | None:
         """All layers of a part, [layers, pages, page_size, heads, dim bytes]; None when the tensors are an engine's."""
         if self.stacked is None:

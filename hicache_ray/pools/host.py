@@ -45,19 +45,9 @@ class HostPool:
     def tokens(self) -> int:
         return self.pages * self.page_size
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of `kv_buffer` (case 55)."""
-        return self.geometry.shape
-
-    @property
-    def byte_order(self) -> str:
-        """Name of the byte order of a page in storage: part of the storage key, since sizes do not tell (case 56)."""
-        return self.geometry.byte_order
-
     @cached_property
     def kv_buffer(self) -> torch.Tensor:
-        """The pool as one tensor of `shape`."""
+        """The pool as one tensor, of the geometry's `shape` (case 55)."""
         return self._tensor(0, self.geometry.nbytes).view(self.geometry.shape)
 
     @cached_property

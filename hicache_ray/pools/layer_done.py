@@ -11,6 +11,8 @@ NO_LOAD = -1
 """Index of no load at all: a consumer set to it waits for nothing (case 40)."""
 
 RING = 3
+"""Loads that may be under way at once."""
+
 DEFAULT_TIMEOUT = 30.0
 
 
@@ -100,7 +102,6 @@ class LayerDoneCounter:
     Args:
         layers: local layers.
         device: where the pool is; on CUDA the waits are those of streams.
-        ring: loads that may be under way at once.
         timeout: seconds any wait may take.
     """
 
@@ -109,20 +110,19 @@ class LayerDoneCounter:
         layers: int,
         device: torch.device | str = "cpu",
         *,
-        ring: int = RING,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         self.layers = layers
         self.timeout = timeout
         self._events_type = CudaLayerEvents if torch.device(device).type == "cuda" else LayerEvents
-        self._ring: list[LayerEvents | None] = [None] * ring
+        self._ring: list[LayerEvents | None] = [None] * RING
         self._producer = NO_LOAD
         self._consumed: LayerEvents | None = None
 
     def update_producer(self) -> int:
         """Begins a load: its index in the ring, 0 for the first one (case 40).
 
-        Waits while the load that had this place `ring` loads ago is under way; LayerTimeoutError after `timeout`.
+        Waits while the load that had this place `RING` loads ago is under way; LayerTimeoutError after `timeout`.
         """
         producer = (self._producer + 1) % len(self._ring)
         before = self._ring[producer]

@@ -161,10 +161,6 @@ class PartLayout:
         region = buffer[self.offset : self.offset + self.nbytes]
         return np.lib.stride_tricks.as_strided(region, shape, strides)
 
-    @property
-    def page_stride(self) -> int:
-        return self.strides["P"]
-
 
 @dataclass(frozen=True)
 class HostLayout:
@@ -248,10 +244,10 @@ class HostLayout:
             layer = np.arange(self.spec.layers)[:, None] * self.parts[0].strides["L"]
             pieces = (layer + np.array([placed.offset for placed in self.parts])).reshape(-1)
             sizes = [self.page_size * self.spec.row_bytes] * len(pieces)
-            offsets = pages[:, None] * self.parts[0].page_stride + pieces
+            offsets = pages[:, None] * self.parts[0].strides["P"] + pieces
         else:
             bases = np.array([placed.offset for placed in self.parts])
-            sizes = [placed.page_stride for placed in self.parts]
+            sizes = [placed.strides["P"] for placed in self.parts]
             offsets = pages[:, None] * np.array(sizes) + bases
         return offsets.reshape(-1).tolist(), sizes * len(pages)
 
@@ -265,17 +261,17 @@ class HostLayout:
         first = self.parts[0]
         if self.name == "layer_first":
             shape = [self.pages, self.spec.layers, len(self.parts), self.page_size * self.spec.row_bytes]
-            strides = [first.page_stride, first.strides["L"], first.nbytes, 1]
+            strides = [first.strides["P"], first.strides["L"], first.nbytes, 1]
             if len(self.parts) == 1:
                 del shape[2], strides[2]
         else:
-            if len({placed.page_stride for placed in self.parts}) > 1:
+            if len({placed.strides["P"] for placed in self.parts}) > 1:
                 raise ValueError(
                     "an MLA page in page_first_kv_split is two pieces of different sizes; use read_page and "
                     "write_page, or the layout page_first_direct"
                 )
-            shape = [self.pages, len(self.parts), first.page_stride]
-            strides = [first.page_stride, first.nbytes, 1]
+            shape = [self.pages, len(self.parts), first.strides["P"]]
+            strides = [first.strides["P"], first.nbytes, 1]
         return np.lib.stride_tricks.as_strided(buffer, shape, strides)
 
     def page_pieces(self, buffer: Bytes, page: int) -> list[Bytes]:

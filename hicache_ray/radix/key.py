@@ -83,17 +83,14 @@ class Key:
         return self.units.startswith(memoryview(other.units)[:size])
 
     def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, Key):
-            return NotImplemented
-        return (self.units, self.page_bytes, self.seed, self.bigram) == (
-            other.units,
-            other.page_bytes,
-            other.seed,
-            other.bigram,
-        )
+        return self._content == other._content if isinstance(other, Key) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash((self.units, self.page_bytes, self.seed))
+        return hash(self._content)
+
+    @property
+    def _content(self) -> tuple[bytes, int, bytes, bool]:
+        return self.units, self.page_bytes, self.seed, self.bigram
 
     def __repr__(self) -> str:
         return f"Key({self.pages} pages of {self.page_bytes} bytes, {self.namespace})"
