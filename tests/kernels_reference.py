@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hicache_ray.pages import Pages
+from hicache_ray.pages import Pages, slots_of
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 
@@ -54,6 +54,14 @@ def load_layer(
     """One layer of the pages, L2 -> L1, one head of one token at a time."""
     for in_device, in_host in _pairs(device_pool, host_pool, device_pages, host_pages, layer):
         in_device.copy_(in_host)
+
+
+def poison(pool: DevicePool, pages: Pages) -> None:
+    """Overwrites pages with 0xFF bytes in every layer, NaN or -1: a page that is not loaded must be seen."""
+    slots = torch.from_numpy(slots_of(pages, pool.page_size)).to(pool.device)
+    for plane in pool.layers:
+        for tensor in plane:
+            tensor.view(torch.uint8)[slots] = 0xFF
 
 
 def _pairs(

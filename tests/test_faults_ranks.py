@@ -23,6 +23,7 @@ from hicache_ray.rank.progress import DesyncError, Progress
 from hicache_ray.rank.step import Admit, Control, Finish
 from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.testing.serving import ask
+from tests.kernels_reference import poison
 from tests.manual import ManualLane
 from tests.ray_service import config
 from tests.test_cache_random import Driver, play
@@ -225,7 +226,7 @@ def test_double_free_use_after_free_what_is_freed_is_never_read(seed: int) -> No
     for _ in range(60):
         driver.step()
         for cache in driver.group.caches:
-            cache.mover.device_pool.poison(cache.index.device.free_list())
+            poison(cache.mover.device_pool, cache.index.device.free_list())
             for page in cache.index.host.free_list().tolist():
                 cache.mover.host_pool.segments[page] = 0xEE
     assert driver.group.verified > 0

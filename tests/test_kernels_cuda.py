@@ -46,7 +46,7 @@ def back_up_and_load(cell: Cell, device: DevicePool, host: HostPool, side: torch
         producer = device.layer_done.update_producer()
         for layer in range(device.spec.layers):
             copies.load_layer(plan, layer)
-            device.layer_done.complete(producer, layer)
+            device.layer_done.events(producer).complete(layer)
     device.layer_done.set_consumer(producer)
     return [device.key_buffer(layer).clone() for layer in range(device.spec.layers)]
 

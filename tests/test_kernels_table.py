@@ -12,6 +12,7 @@ from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.host import HostPool
 from hicache_ray.pools.layouts import KVSpec
 from tests.kernels_matrix import CELLS, device_bytes, fill
+from tests.kernels_reference import poison
 
 SPEC = KVSpec.mha(layers=3, heads=2, head_dim=4)
 
@@ -119,8 +120,7 @@ def test_shared_copies_round_trip(layout: str, adopted: bool, small_run: int, mo
     """Three threads, runs that are cut between them, an engine's own tensors: the same bytes come back."""
     monkeypatch.setattr(cpu, "SHARED_BYTES", 1)
     monkeypatch.setattr(cpu, "SMALL_RUN", small_run)
-    before = cpu.get_copy_threads()
-    cpu.set_copy_threads(3)
+    before = cpu.set_copy_threads(3)
     try:
         device, host = pools(layout, pages=20)
         fill(device, np.random.default_rng(7))
@@ -132,7 +132,7 @@ def test_shared_copies_round_trip(layout: str, adopted: bool, small_run: int, mo
         copies = copies_between("direct", device, host)
         plan = copies.plan(device_pages, host_pages)
         copies.backup(plan)
-        device.poison(device_pages)
+        poison(device, device_pages)
         assert not bool((device_bytes(device) == original).all())
         for layer in range(3):
             copies.load_layer(plan, layer)
@@ -142,8 +142,7 @@ def test_shared_copies_round_trip(layout: str, adopted: bool, small_run: int, mo
 
 
 def test_error_of_any_share_reaches_the_caller() -> None:
-    before = cpu.get_copy_threads()
-    cpu.set_copy_threads(2)
+    before = cpu.set_copy_threads(2)
 
     def work(start: int, stop: int) -> None:
         if start:

@@ -41,7 +41,7 @@ def test_case_40_producers_are_a_ring_of_three() -> None:
     producers = []
     for _ in range(7):
         producers.append(counter.update_producer())
-        counter.complete(producers[-1], 0)
+        counter.events(producers[-1]).complete(0)
     assert producers == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -51,13 +51,13 @@ def test_reader_waits_for_its_layer_only() -> None:
     counter.set_consumer(producer)
     with ThreadPoolExecutor(2) as threads:
         first, second = waiting(counter, 0, threads), waiting(counter, 1, threads)
-        counter.complete(producer, 0)
+        counter.events(producer).complete(0)
         first.result(DEADLINE)
         assert not second.done()
-        counter.complete(producer, 1)
+        counter.events(producer).complete(1)
         second.result(DEADLINE)
     assert not counter.events(producer).finished()
-    counter.complete(producer, 2)
+    counter.events(producer).complete(2)
     assert counter.events(producer).finished()
 
 
@@ -74,7 +74,7 @@ def test_failed_load_wakes_its_readers_at_once() -> None:
     counter.set_consumer(producer)
     with ThreadPoolExecutor(1) as threads:
         reader = waiting(counter, 2, threads)
-        counter.fail(producer, OSError("bus error"))
+        counter.events(producer).fail(OSError("bus error"))
         with pytest.raises(LayerLoadError, match="layer 2 of load 0 can't be read: bus error"):
             reader.result(DEADLINE)
     assert counter.events(producer).finished()
@@ -86,24 +86,24 @@ def test_place_in_the_ring_is_not_taken_while_its_load_runs() -> None:
         counter.update_producer()
     with pytest.raises(LayerTimeoutError, match="layer 0 of load 0"):
         counter.update_producer()
-    counter.complete(0, 0)
+    counter.events(0).complete(0)
     with pytest.raises(LayerTimeoutError, match="layer 1 of load 0"):
         counter.update_producer()
-    counter.complete(0, 1)
+    counter.events(0).complete(1)
     assert counter.update_producer() == 0
 
 
 def test_place_of_a_failed_load_is_free_again() -> None:
     counter = LayerDoneCounter(2, timeout=0.01)
     for _ in range(3):
-        counter.fail(counter.update_producer(), OSError("gone"))
+        counter.events(counter.update_producer()).fail(OSError("gone"))
     assert counter.update_producer() == 0
 
 
 def test_reader_of_an_old_load_is_not_held_up_by_a_new_one_in_its_place() -> None:
     counter = LayerDoneCounter(1, timeout=0.01)
     for _ in range(3):
-        counter.complete(counter.update_producer(), 0)
+        counter.events(counter.update_producer()).complete(0)
     counter.set_consumer(0)
     assert counter.update_producer() == 0
     counter.wait_until(0)
@@ -121,7 +121,7 @@ def test_device_pool_buffers_wait_for_their_layer() -> None:
     pool.layer_done.timeout = 0.01
     producer = pool.layer_done.update_producer()
     pool.layer_done.set_consumer(producer)
-    pool.layer_done.complete(producer, 0)
+    pool.layer_done.events(producer).complete(0)
     assert pool.key_buffer(0).shape == (4, 1, 4)
     for read in (pool.key_buffer, pool.value_buffer, pool.kv_buffer):
         with pytest.raises(LayerTimeoutError, match="layer 1"):
@@ -142,7 +142,7 @@ def test_reader_on_another_stream_sees_the_layer() -> None:
         for layer in range(2):
             for _ in range(20):
                 big.add_(1)
-            counter.complete(producer, layer)
+            counter.events(producer).complete(layer)
     for layer in range(2):
         counter.wait_until(layer)
         seen[layer] = big[-1]

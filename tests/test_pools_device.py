@@ -8,6 +8,7 @@ import torch
 
 from hicache_ray.pools.device import DevicePool
 from hicache_ray.pools.layouts import DTYPES, KVSpec, parse_dtype
+from tests.kernels_reference import poison
 
 MHA = KVSpec.mha(layers=3, heads=2, head_dim=4)
 MLA = KVSpec.mla(layers=3, kv_lora_rank=6, qk_rope_head_dim=2)
@@ -67,7 +68,7 @@ def test_mla_value_is_the_latent_without_the_rope_part() -> None:
 
 def test_poison_marks_those_pages_only() -> None:
     pool = DevicePool(MHA, 5, 2)
-    pool.poison(np.array([1, 4]))
+    poison(pool, np.array([1, 4]))
     poisoned = [bool(pool.layer_pages(2)[1][page].isnan().all()) for page in range(5)]
     assert poisoned == [False, True, False, False, True]
     assert not pool.layer_pages(0)[0][[0, 2, 3]].isnan().any()

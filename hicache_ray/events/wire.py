@@ -10,7 +10,6 @@ decoders pass over them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -235,7 +234,7 @@ def _event(event: Any) -> Event:
     form: _Form = _read(fields, _Stored | _Removed | _Cleared, name)
     reason = form.reason or ""
     if isinstance(form, _Removed):
-        return BlockRemoved(_numbers(form.block_hashes), form.medium, reason)
+        return BlockRemoved(tuple(map(_number, form.block_hashes)), form.medium, reason)
     if isinstance(form, _Cleared):
         return AllBlocksCleared(form.medium, reason)
     return _stored(form, reason)
@@ -246,7 +245,7 @@ def _stored(form: _Stored, reason: str) -> BlockStored:
     if form.block_size < 1 or tokens != form.block_size * blocks:
         raise EventFormatError(f"{tokens} token_ids for {blocks} blocks of {form.block_size}")
     return BlockStored(
-        _numbers(form.block_hashes),
+        tuple(map(_number, form.block_hashes)),
         None if form.parent_block_hash is None else _number(form.parent_block_hash),
         form.token_ids,
         form.block_size,
@@ -262,10 +261,6 @@ def _namespace(extra_keys: list[Any] | None, adapter: str | None) -> Namespace:
     if isinstance(first, list) and len(first) == len(Namespace._fields):
         return Namespace(*(part if part is None else str(part) for part in first))
     return Namespace(adapter=adapter)
-
-
-def _numbers(hashes: Iterable[int | bytes]) -> tuple[int, ...]:
-    return tuple(_number(block_hash) for block_hash in hashes)
 
 
 def _number(block_hash: int | bytes) -> int:

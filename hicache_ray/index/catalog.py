@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from hicache_ray.hashing import HASH_BYTES, Namespace
 from hicache_ray.index.tiered import TieredIndex
-from hicache_ray.pages import NO_PAGES, Pages
+from hicache_ray.index.transfers import concatenated
+from hicache_ray.pages import Pages
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
 
@@ -133,10 +134,9 @@ def restored(index: TieredIndex, catalog: Catalog, retained: Mask, page_of: Call
     at = 0
     for entry in catalog.entries:
         mask = retained[at : at + entry.pages]
+        count = entry.pages if mask.all() else int(np.argmin(mask))
         parent = new.tree.root if entry.parent < 0 else nodes[entry.parent]
-        whole = entry.parent < 0 or _is_whole(parent, catalog.entries[entry.parent])
-        count = int(np.argmin(mask)) if not mask.all() else entry.pages
-        if parent is None or not whole or count == 0:
+        if parent is None or count == 0 or (entry.parent >= 0 and parent.pages < catalog.entries[entry.parent].pages):
             nodes.append(None)
         else:
             hashes = catalog.hashes[at : at + count]
@@ -145,7 +145,9 @@ def restored(index: TieredIndex, catalog: Catalog, retained: Mask, page_of: Call
             kept.append(pages)
         at += entry.pages
     new.tree.tick, new.tree.next_seq = catalog.tick, catalog.next_seq
-    _hold(new, np.concatenate(kept) if kept else NO_PAGES)
+    everything = new.host.alloc(new.host.total)
+    assert everything is not None
+    new.host.free(np.setdiff1d(everything, concatenated(kept), assume_unique=True))
     return new
 
 
@@ -172,10 +174,6 @@ def _hashes_by_node(index: TieredIndex) -> dict[int, list[bytes]]:
     return hashes
 
 
-def _is_whole(parent: Node | None, entry: CatalogEntry) -> bool:
-    return parent is not None and parent.pages == entry.pages
-
-
 def _add(index: TieredIndex, parent: Node, entry: CatalogEntry, count: int, pages: Pages, hashes: list[bytes]) -> Node:
     step = index.tree.page_bytes
     units = b"\0" * (parent.end * step) + entry.units[: count * step]
@@ -188,10 +186,3 @@ def _add(index: TieredIndex, parent: Node, entry: CatalogEntry, count: int, page
     if index.options.hash_pages:
         node.hash_value = hashes
     return node
-
-
-def _hold(index: TieredIndex, kept: Pages) -> None:
-    """Marks the kept pages as handed out in a fresh allocator."""
-    everything = index.host.alloc(index.host.total)
-    assert everything is not None
-    index.host.free(np.setdiff1d(everything, kept, assume_unique=True))

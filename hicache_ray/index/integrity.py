@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from hicache_ray.index.tiered import TieredIndex
-from hicache_ray.index.types import Ledger
-from hicache_ray.pages import NO_PAGES, Pages
+from hicache_ray.index.transfers import concatenated
+from hicache_ray.index.types import Backup, Ledger, Load, Write
+from hicache_ray.pages import Pages
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.radix.integrity import check_tree
 from hicache_ray.radix.node import Node
@@ -39,8 +40,8 @@ def count_pages(index: TieredIndex, in_flight: Mapping[str, Pages]) -> dict[str,
     """
     nodes = list(index.tree.nodes())
     in_tree = {
-        "device": _together([node.value for node in nodes if node.value is not None]),
-        "host": _together([node.host_value for node in nodes if node.host_value is not None]),
+        "device": concatenated([node.value for node in nodes if node.value is not None]),
+        "host": concatenated([node.host_value for node in nodes if node.host_value is not None]),
     }
     pools = {"device": index.device, "host": index.host}
     return {name: _counted(pool, in_tree[name], in_flight[name]) for name, pool in pools.items()}
@@ -66,29 +67,22 @@ def _counted(pool: PageAllocator, in_tree: Pages, in_flight: Pages) -> Ledger:
     )
 
 
-def _together(parts: list[Pages]) -> Pages:
-    return np.concatenate(parts) if parts else NO_PAGES
-
-
 def _check_pool(name: str, pool: PageAllocator, values: list[Pages]) -> None:
     pool.check_integrity()
-    pages = _together(values)
+    pages = concatenated(values)
     assert len(np.unique(pages)) == len(pages), f"{name}: a page is in the tree twice"
     assert pool.is_held(pages), f"{name}: a page of the tree is free"
 
 
 def _check_transfers(index: TieredIndex) -> None:
-    for node, locked in _held_nodes(index):
+    transfers = index.transfers
+    in_flight: list[Write | Load | Backup] = [*transfers.writes, *transfers.loads, *transfers.backups]
+    for transfer in in_flight:
+        node = transfer.node
+        locked = isinstance(transfer, Load) or (isinstance(transfer, Write) and not transfer.blocking)
         held = node.lock_ref if locked else node.host_ref_counter
         assert held > 0, f"a transfer that ends at {node!r} is in flight and nothing keeps its pages"
         assert index.tree.contains(node), f"a transfer is in flight and {node!r} is gone"
-
-
-def _held_nodes(index: TieredIndex) -> Iterator[tuple[Node, bool]]:
-    """The nodes at which transfers end, each with whether a lock has to keep it, not a host protection."""
-    yield from ((write.node, not write.blocking) for write in index.transfers.writes)
-    yield from ((load.node, True) for load in index.transfers.loads)
-    yield from ((backup.node, False) for backup in index.transfers.backups)
 
 
 def _check_hashes(index: TieredIndex, nodes: list[Node]) -> None:

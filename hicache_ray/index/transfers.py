@@ -146,12 +146,12 @@ class Transfers:
         return done
 
     def _path_hashes(self, node: Node) -> list[bytes]:
-        parts: list[list[bytes]] = []
+        hashes: list[bytes] = []
         for part in self._covered(node, 0):
             if part.hash_value is None:
                 raise ValueError("the tree carries no page hashes: call enable_hashes() before backups begin")
-            parts.append(part.hash_value)
-        return [page_hash for part in parts for page_hash in part]
+            hashes += part.hash_value
+        return hashes
 
     def _covered(self, node: Node, start: int) -> Iterator[Node]:
         """The nodes that hold the pages from depth `start` to the end of `node`, from the top."""

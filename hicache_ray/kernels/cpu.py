@@ -91,20 +91,20 @@ _threads = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 _helpers: HelperThreads | None = None
 
 
-def get_copy_threads() -> int:
-    """Threads a large copy uses, the caller's included; at first the cores there are, at most 4."""
-    return _threads
+def set_copy_threads(threads: int) -> int:
+    """Sets the threads that later copies in this process use, the caller's included; returns how many they were.
 
-
-def set_copy_threads(threads: int) -> None:
-    """Sets the threads of later copies in this process; 1 copies in the caller's thread only."""
+    At first they are the cores there are, at most 4. 1 copies in the caller's thread only.
+    """
     global _threads, _helpers
     if threads < 1:
         raise ValueError(f"a copy needs at least 1 thread, not {threads}")
     with _lock:
-        before, _threads, _helpers = _helpers, threads, None
-    if before is not None:
-        before.close()
+        before, _threads = _threads, threads
+        helpers, _helpers = _helpers, None
+    if helpers is not None:
+        helpers.close()
+    return before
 
 
 def share(work: Callable[[int, int], None], count: int, nbytes: int) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hicache_ray.metrics.names import METRICS, Kind, Metric
+from hicache_ray.metrics.names import METRICS, Metric
 from hicache_ray.metrics.registry import Registry, Sample
 
 logger = logging.getLogger("hicache_ray.metrics")
@@ -55,11 +55,11 @@ class RayExporter:
         before = self._exported.get(key, Sample(labels={}, value=0, sum=0, buckets=(0,) * len(metric.boundaries)))
         self._exported[key] = sample
         ray_metric = self._metric(metric, tuple(sample["labels"]))
-        if metric.kind is Kind.GAUGE:
+        if metric.kind == "gauge":
             ray_metric.set(sample["value"], tags=sample["labels"])
-        elif metric.kind is Kind.COUNTER and sample["value"] > before["value"]:
+        elif metric.kind == "counter" and sample["value"] > before["value"]:
             ray_metric.inc(sample["value"] - before["value"], tags=sample["labels"])
-        elif metric.kind is Kind.HISTOGRAM:
+        elif metric.kind == "histogram":
             for middle, count in zip(_middles(metric.boundaries), _per_bucket(before, sample), strict=True):
                 for _ in range(count):
                     ray_metric.observe(middle, tags=sample["labels"])
@@ -99,9 +99,9 @@ def _per_bucket(before: Sample, now: Sample) -> list[int]:
 def _made(metric: Metric, tag_keys: tuple[str, ...]) -> Any:
     from ray.util import metrics
 
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind == "histogram":
         return metrics.Histogram(
             metric.name, description=metric.help, boundaries=list(metric.boundaries), tag_keys=tag_keys
         )
-    kind = metrics.Counter if metric.kind is Kind.COUNTER else metrics.Gauge
+    kind = metrics.Counter if metric.kind == "counter" else metrics.Gauge
     return kind(metric.name, description=metric.help, tag_keys=tag_keys)

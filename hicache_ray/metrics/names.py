@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import NamedTuple
-
-
-class Kind(enum.Enum):
-    """How a metric's values go together."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
+from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
@@ -19,25 +10,29 @@ class Metric(NamedTuple):
 
     Attributes:
         name: as it is exported; that of a counter ends in _total.
-        kind: see `Kind`.
+        kind: how its values go together, in Prometheus' words.
         help: what it counts, and where.
         labels: beside those that a registry gives to all its metrics.
         boundaries: upper bounds of a histogram's buckets.
     """
 
     name: str
-    kind: Kind
+    kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
     boundaries: tuple[float, ...] = ()
 
 
 def _counter(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, Kind.COUNTER, help, labels)
+    return Metric(name, "counter", help, labels)
 
 
 def _gauge(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, Kind.GAUGE, help, labels)
+    return Metric(name, "gauge", help, labels)
+
+
+def _histogram(name: str, help: str, boundaries: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(name, "histogram", help, labels, boundaries)
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -47,17 +42,13 @@ HEAL_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0)
 RANK = (
     _counter("hicache_requests_total", "Prompts scheduled; counted on rank 0."),
     _counter("hicache_prompt_tokens_total", "Their tokens by source: l1, l2, l3, computed.", "source"),
-    Metric(
-        "hicache_request_tokens",
-        Kind.HISTOGRAM,
-        "Tokens of one prompt by source; counted on rank 0.",
-        ("source",),
-        REQUEST_TOKENS,
+    _histogram(
+        "hicache_request_tokens", "Tokens of one prompt by source; counted on rank 0.", REQUEST_TOKENS, "source"
     ),
     _counter("hicache_schedule_refusals_total", "Times a prompt had to wait for room in L1; counted on rank 0."),
     _counter("hicache_steps_total", "Steps carried out by the rank."),
     _counter("hicache_step_time_seconds_total", "Time in steps by part: reduction, work, engine, total.", "part"),
-    Metric("hicache_step_seconds", Kind.HISTOGRAM, "Time of one step by part, on the rank.", ("part",), STEP_SECONDS),
+    _histogram("hicache_step_seconds", "Time of one step by part, on the rank.", STEP_SECONDS, "part"),
     _counter("hicache_transfer_bytes_total", "Bytes moved by path: l1_to_l2, l2_to_l1, l2_to_l3, l3_to_l2.", "path"),
     _counter("hicache_evicted_pages_total", "Pages that left a tier: l1, l2.", "tier"),
     _counter("hicache_dropped_pages_total", "Of those that left L1, those without the copy in L2 they were owed."),
@@ -92,13 +83,7 @@ RANK = (
 
 SUPERVISOR = (
     _counter("hicache_heals_total", "Rebuilds of a group by result: healed, failed.", "group", "result"),
-    Metric(
-        "hicache_heal_seconds",
-        Kind.HISTOGRAM,
-        "Time from notice of a broken group to its end.",
-        ("group",),
-        HEAL_SECONDS,
-    ),
+    _histogram("hicache_heal_seconds", "Time from notice of a broken group to its end.", HEAL_SECONDS, "group"),
 )
 """Of every supervisor, with the label `service`."""
 

@@ -88,10 +88,9 @@ class RankMetrics:
             child("hicache_schedule_refusals_total").inc()
             return
         child("hicache_requests_total").inc()
-        child("hicache_request_tokens", "l1").observe(row.device_tokens)
-        child("hicache_request_tokens", "l2").observe(row.host_tokens)
-        child("hicache_request_tokens", "l3").observe(row.storage_tokens)
-        child("hicache_request_tokens", "computed").observe(row.computed_tokens)
+        counts = (row.device_tokens, row.host_tokens, row.storage_tokens, row.computed_tokens)
+        for source, tokens in zip(_SOURCES, counts, strict=True):
+            child("hicache_request_tokens", source).observe(tokens)
 
     def _collect_sums(self) -> None:
         """What the histograms of `observe` have added up already."""

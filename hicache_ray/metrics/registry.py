@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from hicache_ray.metrics.names import METRICS, Kind, Metric
+from hicache_ray.metrics.names import METRICS, Metric
 
 
 class Sample(TypedDict):
@@ -68,11 +68,6 @@ class Registry:
         gone = set(names)
         self._seen = {key: total for key, total in self._seen.items() if key[0] not in gone}
 
-    def value(self, name: str, *labels: str) -> float:
-        """A counter or gauge; 0 where there is none yet."""
-        values = dict(zip(METRICS[name].labels, labels, strict=True))
-        return self._registry.get_sample_value(name, values) or 0
-
     def total(self, name: str, *labels: str) -> float:
         """The sum of a histogram's observations; 0 where there is none yet."""
         child = self._children.get((name, *labels))
@@ -124,9 +119,9 @@ class _Families(Collector):
 
 
 def _made(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind == "histogram":
         return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.boundaries)
-    kind = Counter if metric.kind is Kind.COUNTER else Gauge
+    kind = Counter if metric.kind == "counter" else Gauge
     return kind(metric.name, metric.help, metric.labels, registry=registry)
 
 
@@ -136,10 +131,10 @@ def _name(family: Family) -> str:
 
 def _family(metric: Metric, samples: Iterable[Mapping[str, Any]]) -> Family:
     name = metric.name
-    family = Family(name.removesuffix("_total"), metric.help, metric.kind.value)
+    family = Family(name.removesuffix("_total"), metric.help, metric.kind)
     for sample in samples:
         labels, value = sample["labels"], sample["value"]
-        if metric.kind is not Kind.HISTOGRAM:
+        if metric.kind != "histogram":
             family.add_sample(name, labels, value)
             continue
         bounds = [*(f"{bound:g}" for bound in metric.boundaries), "+Inf"]

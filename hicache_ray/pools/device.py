@@ -9,13 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache_ray.pages import Pages, slots_of
 from hicache_ray.pools.layer_done import LayerDoneCounter
 from hicache_ray.pools.layouts import KVSpec, Part
 from hicache_ray.pools.memory import allocate, check_fits
-
-POISON = 0xFF
-"""Byte that `poison` writes: NaN in every floating dtype, -1 in int8."""
 
 
 class DevicePool:
@@ -97,13 +93,6 @@ class DevicePool:
         shape = (self.spec.layers, self.pages, self.page_size, self.spec.heads, -1)
         plane = self.stacked[part.plane].view(torch.uint8).view(shape).numpy()
         return plane[..., part.start * self.spec.itemsize : part.stop * self.spec.itemsize]
-
-    def poison(self, pages: Pages) -> None:
-        """Overwrites pages with 0xFF bytes in every layer (tests: a page that is not loaded must be seen)."""
-        slots = torch.from_numpy(slots_of(pages, self.page_size)).to(self.device)
-        for plane in self.layers:
-            for tensor in plane:
-                tensor.view(torch.uint8)[slots] = POISON
 
     def _paged(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(self.pages, self.page_size, self.spec.heads, self.spec.dim)

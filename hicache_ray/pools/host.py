@@ -119,4 +119,4 @@ class HostPool:
 
     def _part_tensor(self, index: int) -> torch.Tensor:
         placed = self.geometry.parts[index]
-        return self._tensor(placed.offset, placed.nbytes).view(self.geometry.part_shape(placed.part))
+        return self._tensor(placed.offset, placed.nbytes).view(self.geometry.part_shape(placed))

@@ -96,8 +96,9 @@ class CudaLayerEvents(LayerEvents):
 class LayerDoneCounter:
     """A ring of loads, so that the batches of an overlapped schedule each wait for their own.
 
-    The side that loads calls `update_producer`, then `complete` layer by layer; the side that computes calls
-    `set_consumer` with the producer of its batch, and the device pool `wait_until` for each layer it hands out.
+    The side that loads calls `update_producer`, then completes the layers of its `events` or fails them; the side that
+    computes calls `set_consumer` with the producer of its batch, and the device pool `wait_until` for each layer it
+    hands out.
 
     Args:
         layers: local layers.
@@ -138,14 +139,6 @@ class LayerDoneCounter:
         if events is None:
             raise ValueError(f"no load has producer index {producer}; update_producer() begins one")
         return events
-
-    def complete(self, producer: int, layer: int) -> None:
-        """Layer `layer` of the load has arrived; on CUDA, called on the stream that copies it."""
-        self.events(producer).complete(layer)
-
-    def fail(self, producer: int, error: BaseException) -> None:
-        """The load failed: whoever waits for one of its layers gets LayerLoadError at once."""
-        self.events(producer).fail(error)
 
     def set_consumer(self, producer: int) -> None:
         """From now on `wait_until` waits for the layers of this load; NO_LOAD (-1): for nothing."""

@@ -39,7 +39,6 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 class Part:
     """What a host layout keeps together of a token and layer: dims [start, stop) of plane 0 (K, latent) or 1 (V)."""
 
-    name: str
     plane: int
     start: int
     stop: int
@@ -137,11 +136,11 @@ def check_layout(layout: str, spec: KVSpec) -> None:
 def parts_of(layout: str, spec: KVSpec) -> tuple[Part, ...]:
     """The separately kept parts of a token, in page order: K and V, the latent, or the latent's two halves."""
     if spec.attention == "mha":
-        return (Part("k", 0, 0, spec.dim), Part("v", 1, 0, spec.dim))
+        return (Part(0, 0, spec.dim), Part(1, 0, spec.dim))
     if layout == "page_first_kv_split":
         cut = spec.dim - spec.rope_dim
-        return (Part("k", 0, 0, cut), Part("v", 0, cut, spec.dim))
-    return (Part("k", 0, 0, spec.dim),)
+        return (Part(0, 0, cut), Part(0, cut, spec.dim))
+    return (Part(0, 0, spec.dim),)
 
 
 @dataclass(frozen=True)
@@ -205,20 +204,15 @@ class HostLayout:
             step *= sizes[axis]
         return PartLayout(part, offset, step, sizes, strides)
 
-    def part_shape(self, part: Part) -> tuple[int, ...]:
+    def part_shape(self, placed: PartLayout) -> tuple[int, ...]:
         """Tensor shape of one part: neighbouring page and token axes are one axis of slots (case 55)."""
-        spec = self.spec
-        sizes = dict(L=spec.layers, P=self.pages, T=self.page_size, H=spec.heads, D=part.dims)
-        order = ORDERS[self.name]
-        if "PT" in order:
-            sizes["S"] = self.pages * self.page_size
-            order = order.replace("PT", "S")
-        return tuple(sizes[axis] for axis in order)
+        sizes = {**placed.sizes, "S": self.pages * self.page_size, "D": placed.part.dims}
+        return tuple(sizes[axis] for axis in ORDERS[self.name].replace("PT", "S"))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole buffer (case 55); MLA with page_first_kv_split has two buffers and no common shape."""
-        shapes = [self.part_shape(placed.part) for placed in self.parts]
+        shapes = [self.part_shape(placed) for placed in self.parts]
         if self.spec.attention == "mha":
             return (len(shapes), *shapes[0])
         if len(shapes) > 1:

@@ -122,6 +122,7 @@ class Mover:
         device_pages = np.concatenate([load.device_pages for load in loads])
         host_pages = np.concatenate([load.host_pages for load in loads])
         producer = self.layer_done.update_producer()
+        arrivals = self.layer_done.events(producer)
         layers = range(self.device_pool.spec.layers)
 
         def copy() -> None:
@@ -129,9 +130,9 @@ class Mover:
                 plan = self.copies.plan(device_pages, host_pages)
                 for layer in layers:
                     self.copies.load_layer(plan, layer)
-                    self.layer_done.complete(producer, layer)
+                    arrivals.complete(layer)
             except Exception as error:
-                self.layer_done.fail(producer, error)
+                arrivals.fail(error)
                 raise
 
         self._load_lane.submit(copy)
