@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hicache_ray.commands.failures import BadInput, RunFailed, bad_input
-from hicache_ray.commands.parameters import CACHE_OPTIONS, command_option
+from hicache_ray.commands.parameters import CACHE_OPTIONS, cache_options, given_options
 from hicache_ray.config.extra import PREFETCH_KEYS, parse_extra_config
-from hicache_ray.config.option import value_text
+from hicache_ray.config.option import read_options, value_text
 from hicache_ray.rank.control import POLICIES, ControlRefused, ControlTimeout, checked_policies
 from hicache_ray.replay.report import POOL_NAMES
 
@@ -28,212 +30,196 @@ if TYPE_CHECKING:
 @click.option("--name", default="hicache", show_default=True, help="Of the service.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def ctl_command(context: click.Context, address: str | None, name: str, as_json: bool) -> None:
+def ctl_command(context: click.Context, **settings: Any) -> None:
     """Look at a running service and change it, while others go on using it.
 
     Without --group a command is for every group of the service. Exit code 1 where a command was refused or an audit
     found something, 2 for bad input.
     """
-    context.obj = {"address": address, "name": name, "as_json": as_json}
+    context.obj = settings
 
 
-def _group_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--group", "group", metavar="GROUP", help="Only this group.")(function)
+@dataclass(frozen=True)
+class Target:
+    """What a command is for: a service in a Ray cluster, and one of its groups or, without a name, each of them."""
+
+    address: str | None
+    name: str
+    as_json: bool
+    group: str | None
+
+    @contextmanager
+    def service(self) -> Iterator[Service]:
+        """The service, connected to; what goes wrong with it becomes one sentence."""
+        from hicache_ray.actors.cluster import RayStartError
+        from hicache_ray.rank.group import GroupError
+        from hicache_ray.service import ServiceError, connect
+
+        if (self.address or os.environ.get("RAY_ADDRESS")) == "local":
+            raise BadInput(
+                "the address 'local' would start a Ray cluster of its own, in which no service runs: "
+                "give HOST:PORT or auto, or leave it out for the Ray of this machine"
+            )
+        try:
+            service = connect(self.name, address=self.address)
+        except (ServiceError, ConnectionError, ValueError) as error:
+            raise BadInput(" ".join(str(error).split())) from error
+        except RayStartError as error:
+            raise RunFailed(str(error)) from error
+        try:
+            yield service
+        except (ControlRefused, ControlTimeout, GroupError) as error:
+            raise RunFailed(str(error)) from error
+
+    def groups(self, service: Service) -> tuple[str, ...]:
+        """Names of the groups that are meant."""
+        if self.group is None:
+            return service.groups
+        if self.group not in service.groups:
+            known = ", ".join(service.groups) or "none"
+            raise BadInput(f"service {service.name} has no group {self.group!r}; it has {known}")
+        return (self.group,)
+
+    def answers(self, ask: Callable[[TPGroup], Any]) -> dict[str, Any]:
+        """What each group answers, by its name."""
+        with self.service() as service:
+            return {name: ask(service.group(name)) for name in self.groups(service)}
+
+    def show(self, document: Any, lines: Iterable[str]) -> None:
+        """Prints what was found: as JSON, or as lines of text."""
+        for line in [json.dumps(document, indent=2)] if self.as_json else lines:
+            click.echo(line)
+
+    def change(self, done: str, act: Callable[[TPGroup], str]) -> None:
+        """Does something to each group and prints the outcome; goes on after a refusal, and fails at the end."""
+        refusals, rows = [], {}
+        with self.service() as service:
+            for name in self.groups(service):
+                try:
+                    note = act(service.group(name))
+                except (ControlRefused, ControlTimeout) as error:
+                    refusals.append(f"{name}: {error}")
+                    rows[name] = {"done": False, "note": str(error)}
+                    continue
+                rows[name] = {"done": True, "note": note}
+                if not self.as_json:
+                    click.echo(f"{name}: {done}" + (f" ({note})" if note else ""))
+        if self.as_json:
+            click.echo(json.dumps(rows, indent=2))
+        if refusals:
+            raise RunFailed("; ".join(refusals))
 
 
-def _policy_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    for name in reversed(list(POLICIES.values())):
-        function = command_option(CACHE_OPTIONS[name])(function)
-    return function
+def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Makes a function that takes a `Target` a command of that name, with --group."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        @functools.wraps(function)
+        def command(group: str | None, **options: Any) -> None:
+            function(Target(**click.get_current_context().obj, group=group), **options)
+
+        made = ctl_command.command(name)(command)
+        made.params.append(click.Option(["--group"], metavar="GROUP", help="Only this group."))
+        return made
+
+    return decorate
 
 
-@ctl_command.command("status")
-@_group_option
-@click.pass_obj
-def status_command(settings: dict[str, Any], group: str | None) -> None:
+@_command("status")
+def status_command(target: Target) -> None:
     """Print what each rank holds and does, its policies, and the state of L3."""
-    rows = _answers(settings, group, lambda asked: asked.status())
+    rows = target.answers(lambda group: group.status())
     lines = [line for name, ranks in rows.items() for line in status_lines(name, ranks)]
-    none = f"service {settings['name']} has no group yet"
-    _show(settings, {"service": settings["name"], "groups": rows}, lines or [none])
+    target.show({"service": target.name, "groups": rows}, lines or [f"service {target.name} has no group yet"])
 
 
-@ctl_command.command("flush")
-@_group_option
-@click.pass_obj
-def flush_command(settings: dict[str, Any], group: str | None) -> None:
+@_command("flush")
+def flush_command(target: Target) -> None:
     """Drop everything in L1 and L2; L3 stays. Refused while requests run."""
-    _each(settings, group, "flushed", lambda target: target.flush())
+    target.change("flushed", lambda group: group.flush())
 
 
-@ctl_command.command("abort")
+@_command("abort")
 @click.argument("rids", nargs=-1, metavar="[REQUEST]...")
 @click.option("--all", "everything", is_flag=True, help="All that are admitted: nothing may be serving.")
-@_group_option
-@click.pass_obj
-def abort_command(settings: dict[str, Any], rids: tuple[str, ...], everything: bool, group: str | None) -> None:
+def abort_command(target: Target, rids: tuple[str, ...], everything: bool) -> None:
     """End REQUESTs that nobody else will end, as those of a driver that died; `ctl status` names them."""
     if bool(rids) == everything:
         raise BadInput("name requests, or give --all")
-    _each(settings, group, "aborted", lambda target: target.abort(None if everything else rids))
+    target.change("aborted", lambda group: group.abort(None if everything else rids))
 
 
-@ctl_command.command("attach")
+@_command("attach")
 @click.argument("backend")
 @click.option("--options", metavar="JSON", help="Of the backend: JSON text, or @ and a JSON, TOML or YAML file.")
-@_policy_options
-@_group_option
-@click.pass_obj
-def attach_command(
-    settings: dict[str, Any], backend: str, options: str | None, group: str | None, **policies: Any
-) -> None:
+@cache_options(POLICIES.values())
+def attach_command(target: Target, backend: str, options: str | None, **policies: Any) -> None:
     """Begin to use an L3 BACKEND, on all ranks of a group or on none."""
     given, chosen = _given(policies), _backend_options(options)
-    _each(settings, group, f"uses {backend}", lambda target: target.attach(backend, chosen, **given))
+    target.change(f"uses {backend}", lambda group: group.attach(backend, chosen, **given))
 
 
-@ctl_command.command("detach")
-@_group_option
-@click.pass_obj
-def detach_command(settings: dict[str, Any], group: str | None) -> None:
+@_command("detach")
+def detach_command(target: Target) -> None:
     """Stop using L3; what is in flight to it ends first."""
-    _each(settings, group, "detached", lambda target: target.detach())
+    target.change("detached", lambda group: group.detach())
 
 
-@ctl_command.command("policies")
-@_policy_options
-@_group_option
-@click.pass_obj
-def policies_command(settings: dict[str, Any], group: str | None, **policies: Any) -> None:
+@_command("policies")
+@cache_options(POLICIES.values())
+def policies_command(target: Target, **policies: Any) -> None:
     """Change policies; without any, print those that hold."""
-    given = _given(policies)
-    if given:
-        _each(settings, group, "policies changed", lambda target: target.set_policies(**given))
+    if given := _given(policies):
+        target.change("policies changed", lambda group: group.set_policies(**given))
         return
-    held = _answers(settings, group, lambda asked: asked.status()[0]["policies"])
+    held = target.answers(lambda group: group.status()[0]["policies"])
     rows = ((name, policy, value) for name, values in held.items() for policy, value in values.items())
-    _show(settings, held, [f"{name}: {policy} = {value_text(value)}" for name, policy, value in rows])
+    target.show(held, (f"{name}: {policy} = {value_text(value)}" for name, policy, value in rows))
 
 
-@ctl_command.command("clear-l3")
+@_command("clear-l3")
 @click.option("--everything", is_flag=True, help="The pages of all models in that store, not only of this one.")
-@_group_option
-@click.pass_obj
-def clear_l3_command(settings: dict[str, Any], everything: bool, group: str | None) -> None:
+def clear_l3_command(target: Target, everything: bool) -> None:
     """Drop this model's pages from L3."""
-    _each(settings, group, "L3 cleared", lambda target: target.clear_storage(everything=everything))
+    target.change("L3 cleared", lambda group: group.clear_storage(everything=everything))
 
 
-@ctl_command.command("audit")
+@_command("audit")
 @click.option("--read-pages", is_flag=True, help="Also compare every page in L3 with its checksum.")
-@_group_option
-@click.pass_obj
-def audit_command(settings: dict[str, Any], read_pages: bool, group: str | None) -> None:
+def audit_command(target: Target, read_pages: bool) -> None:
     """Count slots, bytes, references, leases and arenas anew, and say what does not add up."""
     from hicache_ray.service_audit import audit_service
 
-    with _service(settings) as service:
-        found = audit_service(service, _groups(service, group), read_pages=read_pages).as_dict()
-    _show(settings, found, audit_lines(found))
+    with target.service() as service:
+        found = audit_service(service, target.groups(service), read_pages=read_pages).as_dict()
+    target.show(found, audit_lines(found))
     if found["faults"]:
         raise RunFailed("; ".join(found["faults"]))
 
 
-@ctl_command.command("metrics")
-@_group_option
-@click.pass_obj
-def metrics_command(settings: dict[str, Any], group: str | None) -> None:
+@_command("metrics")
+def metrics_command(target: Target) -> None:
     """Print the metrics of every rank, as Prometheus text; Ray exports the same."""
     from hicache_ray.metrics import exposition
 
-    rows = _answers(settings, group, lambda asked: asked.metrics())
-    _show(settings, rows, exposition(snapshot for ranks in rows.values() for snapshot in ranks).splitlines())
+    rows = target.answers(lambda group: group.metrics())
+    target.show(rows, exposition(snapshot for ranks in rows.values() for snapshot in ranks).splitlines())
 
 
-@ctl_command.command("heals")
-@_group_option
-@click.pass_obj
-def heals_command(settings: dict[str, Any], group: str | None) -> None:
+@_command("heals")
+def heals_command(target: Target) -> None:
     """Print each rebuild of a group, and each storage actor that hung and was ended, since the supervisor started."""
-    with _service(settings) as service:
-        wanted = _groups(service, group)
+    with target.service() as service:
+        wanted = target.groups(service)
         rows = [heal._asdict() for heal in service.supervisor.history() if heal.group in wanted]
-        ended = [heal._asdict() for heal in service.supervisor.storage_history()] if group is None else []
+        ended = [heal._asdict() for heal in service.supervisor.storage_history()] if target.group is None else []
     none = [] if rows else ["no group was rebuilt"]
-    _show(settings, [*rows, *ended], [*map(heal_line, rows), *map(storage_heal_line, ended), *none])
-
-
-@contextmanager
-def _service(settings: dict[str, Any]) -> Iterator[Service]:
-    """The service, connected to; what goes wrong with it becomes one sentence."""
-    from hicache_ray.actors.cluster import RayStartError
-    from hicache_ray.rank.group import GroupError
-    from hicache_ray.service import ServiceError, connect
-
-    address = settings["address"]
-    if (address or os.environ.get("RAY_ADDRESS")) == "local":
-        raise BadInput(
-            "the address 'local' would start a Ray cluster of its own, in which no service runs: "
-            "give HOST:PORT or auto, or leave it out for the Ray of this machine"
-        )
-    try:
-        service = connect(settings["name"], address=address)
-    except (ServiceError, ConnectionError, ValueError) as error:
-        raise BadInput(" ".join(str(error).split())) from error
-    except RayStartError as error:
-        raise RunFailed(str(error)) from error
-    try:
-        yield service
-    except (ControlRefused, ControlTimeout, GroupError) as error:
-        raise RunFailed(str(error)) from error
-
-
-def _groups(service: Service, group: str | None) -> tuple[str, ...]:
-    if group is None:
-        return service.groups
-    if group not in service.groups:
-        known = ", ".join(service.groups) or "none"
-        raise BadInput(f"service {service.name} has no group {group!r}; it has {known}")
-    return (group,)
-
-
-def _answers(settings: dict[str, Any], group: str | None, ask: Callable[[TPGroup], Any]) -> dict[str, Any]:
-    """What each group answers, by its name."""
-    with _service(settings) as service:
-        return {name: ask(service.group(name)) for name in _groups(service, group)}
-
-
-def _show(settings: dict[str, Any], document: Any, lines: Sequence[str]) -> None:
-    """Prints what was found: as JSON, or as lines of text."""
-    for line in [json.dumps(document, indent=2)] if settings["as_json"] else lines:
-        click.echo(line)
-
-
-def _each(settings: dict[str, Any], group: str | None, done: str, act: Callable[[TPGroup], str]) -> None:
-    """Does something to each group and prints the outcome; goes on after a refusal, and fails at the end."""
-    refusals, rows = [], {}
-    with _service(settings) as service:
-        for name in _groups(service, group):
-            try:
-                note = act(service.group(name))
-            except (ControlRefused, ControlTimeout) as error:
-                refusals.append(f"{name}: {error}")
-                rows[name] = {"done": False, "note": str(error)}
-                continue
-            rows[name] = {"done": True, "note": note}
-            if not settings["as_json"]:
-                click.echo(f"{name}: {done}" + (f" ({note})" if note else ""))
-    if settings["as_json"]:
-        click.echo(json.dumps(rows, indent=2))
-    if refusals:
-        raise RunFailed("; ".join(refusals))
+    target.show([*rows, *ended], [*map(heal_line, rows), *map(storage_heal_line, ended), *none])
 
 
 def _given(policies: dict[str, Any]) -> dict[str, Any]:
     with bad_input():
-        return checked_policies(
-            {name: CACHE_OPTIONS[name].read(text) for name, text in policies.items() if text is not None}
-        )
+        return checked_policies(read_options(CACHE_OPTIONS, given_options(policies)))
 
 
 def _backend_options(text: str | None) -> dict[str, Any]:

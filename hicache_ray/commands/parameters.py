@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,16 +27,16 @@ class Number(click.ParamType[float]):
 
     name = "number"
 
-    def __init__(self, least: float | None = None) -> None:
+    def __init__(self, least: float = 0.0) -> None:
         self.least = least
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
-        wanted = "above 0" if self.least is None else f"from {self.least:g}"
         try:
             number = float(value)
-        except (ValueError, OverflowError):
+        except ValueError:
             number = math.nan
-        if not math.isfinite(number) or number <= 0 or (self.least is not None and number < self.least):
+        if number == 0 or not self.least <= number < math.inf:
+            wanted = f"from {self.least:g}" if self.least else "above 0"
             self.fail(f"{_short(value)} is no finite number {wanted}", parameter, context)
         return number
 
@@ -140,13 +140,12 @@ def command_option(option: Option, *, help: str = "", **settings: Any) -> Callab
     return click.option(*option.flags, option.name, help=help or option.help + values, **settings)
 
 
-def cache_options(leave_out: Collection[str] = ()) -> Callable[[F], F]:
-    """Gives a command the options of HiCacheConfig but for some: as text, or None where they are not given."""
+def cache_options(names: Iterable[str] = CACHE_OPTIONS) -> Callable[[F], F]:
+    """Gives a command options of HiCacheConfig: as text, or None where they are not given."""
 
     def decorate(function: F) -> F:
-        for name in reversed(CACHE_OPTIONS):
-            if name not in leave_out:
-                function = command_option(CACHE_OPTIONS[name])(function)
+        for name in reversed([*names]):
+            function = command_option(CACHE_OPTIONS[name])(function)
         return function
 
     return decorate

@@ -27,7 +27,6 @@ from hicache_ray.config.option import Option
 from hicache_ray.replay.report import ReplayReport, report_tables, sweep_table
 from hicache_ray.replay.requests import Workload
 from hicache_ray.replay.settings import (
-    NOT_OF_A_REPLAY,
     OWN_OPTIONS,
     REPLAY_DEFAULTS,
     REPLAY_OPTIONS,
@@ -86,7 +85,7 @@ def _replay_options(function: F) -> F:
 @click.option("--json", "json_path", type=OutputPath(), help="Write the report there (- is stdout).")
 @click.option("--sweep", "sweeps", multiple=True, metavar="NAME=V1,V2", help="Run each value; may be given repeatedly.")
 @click.option("--plot", "plot_path", type=OutputPath(), help="Draw the sweep there (.png, .svg, .pdf).")
-@cache_options(leave_out=(*REPLAY_DEFAULTS, *NOT_OF_A_REPLAY))
+@cache_options(name for name in REPLAY_OPTIONS if name not in OWN_OPTIONS and name not in REPLAY_DEFAULTS)
 def replay_command(source: str, index_only: bool, local: bool, **options: Any) -> int:
     """Replay TRACE and report what each tier saved.
 
