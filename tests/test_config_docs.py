@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.config.names import STORAGE_BACKENDS, eviction_policies
+from hicache_ray.config.names import STORAGE_BACKENDS
 from hicache_ray.config.option import options_of
+from hicache_ray.radix.eviction import eviction_policies
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 OPTIONS = options_of(HiCacheConfig)

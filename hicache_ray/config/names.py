@@ -1,15 +1,8 @@
-"""The names that options take as values, and the table of copies between L1 and L2. Each name is written here only,
-or asked of its owner: kinds of attention of `hashing`, eviction policies of `radix.eviction`.
-"""
+"""The names that options take as values, and the table of copies between L1 and L2."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from hicache_ray.hashing import ATTENTION_KINDS
-from hicache_ray.radix.eviction import eviction_policies
-
-__all__ = ["ATTENTION_KINDS", "eviction_policies"]
 
 UNSUPPORTED_ATTENTION: Mapping[str, str] = {
     "swa": "sliding-window layers beside full ones",

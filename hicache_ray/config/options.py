@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hicache_ray.config.names import (
-    ATTENTION_KINDS,
     COLLECTIVE_BACKENDS,
     DEVICES,
     IO_BACKENDS,
@@ -20,11 +19,11 @@ from hicache_ray.config.names import (
     PREFETCH_POLICIES,
     UNSUPPORTED_ATTENTION,
     WRITE_POLICIES,
-    eviction_policies,
     storage_backends,
 )
 from hicache_ray.config.option import ConfigError, option, options_of
-from hicache_ray.hashing import ModelIdentity
+from hicache_ray.hashing import ATTENTION_KINDS, ModelIdentity
+from hicache_ray.radix.eviction import eviction_policies
 
 GIGABYTE = 10**9
 """Bytes of the gigabyte that options of sizes count in, as SGLang does (case 58)."""
