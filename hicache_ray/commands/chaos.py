@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from hicache_ray.commands.failures import BadInput, RunFailed, bad_input, in_one_line, start_failures
 from hicache_ray.commands.parameters import (
@@ -22,12 +24,9 @@ from hicache_ray.commands.parameters import (
     write_json,
 )
 from hicache_ray.faults.kinds import KINDS
+from hicache_ray.faults.plan import FaultPlan, FaultPlanError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from hicache_ray.faults.plan import FaultPlan
     from hicache_ray.faults.report import ChaosReport
 
 RANDOM = "random"
@@ -68,8 +67,6 @@ def chaos_command(
 
     Exit code 1 when anything was wrong, with the seed and the plan that repeat it; 2 for bad input.
     """
-    from rich.console import Console
-
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", EXPECTED_DEATHS)
     from hicache_ray.faults.chaos import ChaosSettings
@@ -77,7 +74,7 @@ def chaos_command(
     console, out = Console(stderr=True), Console(stderr=str(json_path) == "-")
     with bad_input():
         settings = ChaosSettings(tp=tp_size, replicas=storage_replicas, kinds=parse_kinds(kinds), **options)
-        plan = _plan(plan_name)
+        plan = None if plan_name == RANDOM else FaultPlan.load(plan_name)
     report = _run(settings, plan, console)
     out.print(timeline(report))
     for line in figures(report):
@@ -113,8 +110,6 @@ def parse_kinds(text: str) -> dict[str, float]:
 
 def timeline(report: ChaosReport) -> Table:
     """Each fault, when it was noticed, when healed."""
-    from rich.table import Table
-
     table = Table(title="Faults", title_justify="left")
     for heading in ("at", "fault", "point", "noticed after", "healed after"):
         table.add_column(heading, justify="left" if heading in ("fault", "point") else "right")
@@ -144,15 +139,8 @@ def figures(report: ChaosReport) -> list[str]:
     ]
 
 
-def _plan(name: str) -> FaultPlan | None:
-    from hicache_ray.faults.plan import FaultPlan
-
-    return None if name == RANDOM else FaultPlan.load(name)
-
-
 def _run(settings: Any, plan: FaultPlan | None, console: Console) -> ChaosReport:
     from hicache_ray.faults.chaos import run_chaos
-    from hicache_ray.faults.plan import FaultPlanError
     from hicache_ray.rank.group import GroupError
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from hicache_ray.commands.failures import RunFailed, bad_input
 from hicache_ray.commands.parameters import OutputPath, write_json
@@ -44,8 +45,6 @@ def demo_command(local: bool, json_path: Path | None) -> int:
 
     Starts Ray if none runs, and stops what it started.
     """
-    from rich.console import Console
-
     console, out = Console(stderr=True), Console(stderr=str(json_path) == "-")
     mode = LOCAL if local else RAY
     with bad_input():

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hicache_ray.commands.failures import BadInput, RunFailed, bad_input, in_one_line, start_failures
 from hicache_ray.commands.parameters import (
@@ -38,9 +40,6 @@ from hicache_ray.replay.settings import (
 from hicache_ray.replay.sweep import check_plot, combinations, parse_sweeps, plot_sweep, read_value
 from hicache_ray.replay.traces import BLOCK_TOKENS, load_workload
 from hicache_ray.storage.registry import parse_storage_url
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 INDEX, LOCAL, RAY = "index", "local", "ray"
 """Modes of a replay: on the index alone, on groups in this process, on a Ray cluster."""
@@ -96,13 +95,12 @@ def replay_command(source: str, index_only: bool, local: bool, **options: Any) -
     Every cached page is compared with what it must hold before it is used. Exit code 1 when one was wrong or a pool did
     not balance, 2 for bad input.
     """
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    mode = _mode(index_only, local)
-    runs, swept = _runs(source, mode, options, console)
-    out = console if str(options["json_path"]) == "-" else Console()
-    _show(out, runs, swept)
+    if index_only and local:
+        raise BadInput("--index-only and --local exclude each other: give one of them")
+    console, out = Console(stderr=True), Console(stderr=str(options["json_path"]) == "-")
+    runs, swept = _runs(source, INDEX if index_only else LOCAL if local else RAY, options, console)
+    for table in [sweep_table(swept, runs)] if swept else report_tables(runs[0][1]):
+        out.print(table)
     write_json(options["json_path"], _document(runs, swept))
     if options["plot_path"] is not None:
         with bad_input():
@@ -163,7 +161,8 @@ def _runs(source: str, mode: str, options: Mapping[str, Any], console: Console) 
     runs = []
     for number, ((values, chosen), config) in enumerate(zip(combined, configs, strict=True), start=1):
         if sweeps and console.is_terminal:
-            console.print(f"run {number} of {len(combined)}: {_named(values)}")
+            named = ", ".join(f"{name} {value}" for name, value in values.items())
+            console.print(f"run {number} of {len(combined)}: {named}")
         runs.append((values, run_replay(workload, chosen, config, mode, console)))
     return runs, list(sweeps)
 
@@ -174,7 +173,11 @@ def _prepare(source: str, options: Mapping[str, Any]) -> tuple[Workload, ReplayS
         if options["plot_path"] is not None:
             check_plot(options["plot_path"])
         sweeps = parse_sweeps(options["sweeps"], _swept_value)
-        settings = ReplaySettings().with_values({**given, **_store(options["l3"])})
+        if options["l3"] is not None:
+            store = parse_storage_url(options["l3"])
+            given["hicache_storage_backend"] = store.backend
+            given["hicache_storage_backend_extra_config"] = store.extra or None
+        settings = ReplaySettings.of(**given)
         workload = load_workload(
             source, limit=options["limit"], seed=options["seed"], block_tokens=options["block_tokens"]
         )
@@ -192,39 +195,10 @@ def _swept_value(option: Option, text: str) -> Any:
         raise ValueError(error.message) from None
 
 
-def _store(url: str | None) -> dict[str, Any]:
-    """The options that a storage URL stands for."""
-    if url is None:
-        return {}
-    target = parse_storage_url(url)
-    return {
-        "hicache_storage_backend": target.backend,
-        "hicache_storage_backend_extra_config": target.extra or None,
-    }
-
-
-def _mode(index_only: bool, local: bool) -> str:
-    if index_only and local:
-        raise BadInput("--index-only and --local exclude each other: give one of them")
-    return INDEX if index_only else LOCAL if local else RAY
-
-
-def _show(console: Console, runs: Sequence[SweptRun], swept: Sequence[str]) -> None:
-    if swept:
-        console.print(sweep_table(swept, runs))
-        return
-    for table in report_tables(runs[0][1]):
-        console.print(table)
-
-
 def _document(runs: Sequence[SweptRun], swept: Sequence[str]) -> dict[str, Any]:
     if not swept:
         return runs[0][1].as_dict()
     return {"sweep": list(swept), "runs": [{"values": values, **report.as_dict()} for values, report in runs]}
-
-
-def _named(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 @contextmanager
@@ -247,8 +221,6 @@ def _failures() -> Iterator[None]:
 @contextmanager
 def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar where the console is a terminal; gives what is told the number of requests done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     step = max(1, total // BAR_STEPS)
     shown = 0
