@@ -1,4 +1,4 @@
-"""The command line: `hicache-ray replay`, `demo`, `config`, `ctl`. Each command is a module of `hicache_ray.commands`.
+"""The command line: `hicache-ray COMMAND`. Each command is a module of `hicache_ray.commands`.
 
 Exit codes: 0 done, 1 the run itself found a fault, 2 bad input (one message, no traceback), 130 interrupted,
 143 terminated.
@@ -99,8 +99,8 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Entry point of the `hicache-ray` script."""
     ending = Ending()
-    signal.signal(signal.SIGTERM, ending.terminate)
-    signal.signal(signal.SIGINT, ending.interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ending)
     code = run(sys.argv[1:])
     for number in (signal.SIGTERM, signal.SIGINT):  # what is left to do is Python's own end
         signal.signal(number, signal.SIG_IGN)
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 class Ending:
-    """What signals do: the first becomes an exception, so that what the command started is stopped on the way out.
+    """Handler of SIGINT and SIGTERM: the first becomes an exception, so that what the command started is stopped.
 
     Those after it are passed over: stopping is bounded by its own deadlines, and broken off it would leave processes.
     Where it can't end, for a signal to the whole process group has ended the Ray of this process too, the process does.
@@ -117,21 +117,15 @@ class Ending:
     def __init__(self) -> None:
         self.began = False
 
-    def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Handler of SIGINT."""
-        self._end(KeyboardInterrupt(), INTERRUPTED)
-
-    def terminate(self, signum: int, frame: FrameType | None) -> None:
-        """Handler of SIGTERM."""
-        self._end(SystemExit(TERMINATED), TERMINATED)
-
-    def _end(self, error: BaseException, code: int) -> None:
-        if not self.began:
-            self.began = True
-            last = threading.Timer(COMMAND_STOP_SECONDS, os._exit, (code,))
-            last.daemon = True
-            last.start()
-            raise error
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.began:
+            return
+        self.began = True
+        code = INTERRUPTED if number == signal.SIGINT else TERMINATED
+        last = threading.Timer(COMMAND_STOP_SECONDS, os._exit, (code,))
+        last.daemon = True
+        last.start()
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(code)
 
 
 def _shortened(number: re.Match[str]) -> str:
