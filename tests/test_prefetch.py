@@ -33,7 +33,7 @@ def stored(**changes: object) -> Lockstep:
 
 def set_threshold(group: Lockstep, tokens: int) -> None:
     for cache in group.caches:
-        cache.prefetcher.change_policy(threshold=tokens)
+        cache.control.set_policies({"prefetch_threshold": tokens})
 
 
 def run_workers(group: Lockstep, kind: str = "") -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from hicache_ray.index import Ledger
@@ -18,14 +20,15 @@ def status_of(cache: HiRadixCache) -> dict[str, Any]:
     """State of a rank under stable names; plain values, msgpack-able. Costs nothing that grows with the cache."""
     index, settings = cache.index, cache.control.settings()
     running = sum(request.running for request in cache.requests.values())
+    attached = ATTACHED if settings["in_use"] else DRAINING
     return {
         "rank": cache.rank,
         "generation": cache.generation,
         "next_step": cache.next_step,
         "digest": index.tree.digest(),
         "storage": {
-            "backend": cache.control.backend_name,
-            "state": _storage_state(cache),
+            "backend": settings["backend"],
+            "state": attached if cache.mover.storage_io else DETACHED,
             "options": settings["options"],
         },
         "policies": settings["policies"],
@@ -69,11 +72,7 @@ class RankAudit:
     bytes: dict[str, dict[str, int]]
     references: dict[str, int]
     in_flight: dict[str, int]
-    faults: tuple[str, ...] = field(default=())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, msgpack-able."""
-        return asdict(self)
+    faults: tuple[str, ...]
 
 
 def audit_of(cache: HiRadixCache) -> RankAudit:
@@ -92,53 +91,41 @@ def audit_of(cache: HiRadixCache) -> RankAudit:
         },
         references={"locks": sum(_locks(cache).values()), "protections": sum(_protections(cache).values())},
         in_flight=in_flight(cache),
-        faults=(
-            *_page_faults(ledgers),
-            *_structure_faults(cache),
-            *_reference_faults(cache),
-            *_prefetch_faults(cache),
-            *_thread_faults(cache),
-        ),
+        faults=tuple(_faults(cache, ledgers)),
     )
 
 
-def _storage_state(cache: HiRadixCache) -> str:
-    if cache.mover.storage_io is None:
-        return DETACHED
-    return ATTACHED if cache.prefetcher.enabled else DRAINING
-
-
-def _page_faults(ledgers: dict[str, Ledger]) -> list[str]:
-    found = []
+def _faults(cache: HiRadixCache, ledgers: Mapping[str, Ledger]) -> Iterator[str]:
     for name, ledger in ledgers.items():
         if ledger.lost:
-            found.append(f"{name}: nobody owns {len(ledger.lost)} pages, {_some(ledger.lost)} among them")
+            yield f"{name}: nobody owns {len(ledger.lost)} pages, {_some(ledger.lost)} among them"
         if ledger.doubled:
-            found.append(f"{name}: {len(ledger.doubled)} pages have two owners, {_some(ledger.doubled)} among them")
-    return found
-
-
-def _structure_faults(cache: HiRadixCache) -> list[str]:
+            yield f"{name}: {len(ledger.doubled)} pages have two owners, {_some(ledger.doubled)} among them"
     try:
         check_index(cache.index)
     except AssertionError as error:
-        return [f"tree: {error}"]
-    return []
+        yield f"tree: {error}"
+    yield from islice(_reference_faults(cache), MAX_NAMED)
+    owned, counted = len(cache.prefetcher.in_flight_pages()), cache.prefetcher.occupied_pages
+    if owned != counted:
+        yield f"prefetches own {owned} host pages and {counted} are counted"
+    io = cache.mover.storage_io
+    for worker in io.workers if io else ():
+        if not worker.alive:
+            yield f"the thread {worker.name} has ended"
 
 
-def _reference_faults(cache: HiRadixCache) -> list[str]:
+def _reference_faults(cache: HiRadixCache) -> Iterator[str]:
     """Every lock and protection of the tree has a holder that will give it back."""
     tree = cache.index.tree
     locks, protections = _locks(cache), _protections(cache)
-    found = []
     for node in (tree.root, *tree.nodes()):
         for what, count, held in (
             ("locks", node.lock_ref, locks[node]),
             ("host protections", node.host_ref_counter, protections[node]),
         ):
             if count != held:
-                found.append(f"{node!r} has {count} {what}, of which {held} have a holder")
-    return found[:MAX_NAMED]
+                yield f"{node!r} has {count} {what}, of which {held} have a holder"
 
 
 def _locks(cache: HiRadixCache) -> Counter[Node]:
@@ -157,16 +144,6 @@ def _protections(cache: HiRadixCache) -> Counter[Node]:
     protections.update(backup.node for backup in index.transfers.backups)
     protections.update(prefetch.anchor for prefetch in cache.prefetcher.active.values())
     return protections
-
-
-def _prefetch_faults(cache: HiRadixCache) -> list[str]:
-    owned, counted = len(cache.prefetcher.in_flight_pages()), cache.prefetcher.occupied_pages
-    return [] if owned == counted else [f"prefetches own {owned} host pages and {counted} are counted"]
-
-
-def _thread_faults(cache: HiRadixCache) -> list[str]:
-    io = cache.mover.storage_io
-    return [f"the thread {worker.name} has ended" for worker in io.workers if not worker.alive] if io else []
 
 
 def _some(pages: tuple[int, ...]) -> str:

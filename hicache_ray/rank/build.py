@@ -44,8 +44,8 @@ def build_cache(
         PoolMemoryError: L1 or L2 do not fit the machine; nothing was allocated.
         BackendError: the configured store can't be had.
     """
-    pool = device_pool or DevicePool(kv_spec(config), l1_pages(config), config.page_size, device_of(config))
-    host = HostPool(pool.spec, l2_pages(config, pool), config.page_size, config.hicache_mem_layout)
+    pool = device_pool or _device_pool(config)
+    host = _host_pool(config, pool)
     index = TieredIndex(
         IndexOptions(
             page_size=config.page_size,
@@ -63,7 +63,7 @@ def build_cache(
     runtime = dict(storage_options or {})
 
     def make_storage(name: str, options: Mapping[str, Any]) -> Storage:
-        return create_backend(name, storage_config(config, rank, {**options, **runtime} if name == "ray" else options))
+        return create_backend(name, _storage_config(config, rank, {**options, **runtime} if name == "ray" else options))
 
     cache = HiRadixCache(index, mover, prefetch_policy(config, pool, host), rank=rank, make_storage=make_storage)
     name = config.hicache_storage_backend
@@ -76,8 +76,8 @@ def build_cache(
     return cache
 
 
-def storage_config(config: HiCacheConfig, rank: int, extra: Mapping[str, Any]) -> StorageConfig:
-    """What a rank's backend is made from. For MLA all ranks hold the same bytes, so one writes (case 29)."""
+def _storage_config(config: HiCacheConfig, rank: int, extra: Mapping[str, Any]) -> StorageConfig:
+    """For MLA all ranks hold the same bytes, so one writes (case 29)."""
     identity = config.identity(rank)
     return StorageConfig(
         identity=identity,
@@ -95,14 +95,17 @@ def kv_spec(config: HiCacheConfig) -> KVSpec:
     return KVSpec.mha(layers, config.local_heads, config.head_dim, config.torch_dtype_name)
 
 
-def l1_pages(config: HiCacheConfig) -> int:
-    """Pages of L1: the whole pages of its tokens."""
-    return config.l1_tokens // config.page_size
+def _device_pool(config: HiCacheConfig) -> DevicePool:
+    """L1: the whole pages of its tokens, on CUDA where there is one and the configuration leaves the choice."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return DevicePool(kv_spec(config), config.l1_tokens // config.page_size, config.page_size, torch.device(device))
 
 
-def l2_pages(config: HiCacheConfig, pool: DevicePool) -> int:
-    """Pages of L2, by size where one is given, else by ratio (case 58)."""
-    return host_pages(
+def _host_pool(config: HiCacheConfig, pool: DevicePool) -> HostPool:
+    """L2, by size where one is given, else by ratio (case 58)."""
+    pages = host_pages(
         device_tokens=pool.tokens,
         page_size=config.page_size,
         token_bytes=pool.spec.token_bytes,
@@ -110,17 +113,11 @@ def l2_pages(config: HiCacheConfig, pool: DevicePool) -> int:
         size_gb=config.hicache_size,
         reserve=config.host_memory_reserve_bytes,
     )
-
-
-def device_of(config: HiCacheConfig) -> torch.device:
-    """Where L1 lives: CUDA where there is one and the configuration leaves the choice, else what it names."""
-    if config.device != "auto":
-        return torch.device(config.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return HostPool(pool.spec, pages, config.page_size, config.hicache_mem_layout)
 
 
 def prefetch_policy(config: HiCacheConfig, pool: DevicePool, host: HostPool) -> PrefetchPolicy:
-    """The prefetch policy of a rank; its capacity is 0.8 of L2's excess over L1, or half of a smaller L2 (45)."""
+    """The prefetch policy of a rank; its capacity is 0.8 of L2's excess over L1, or half of a smaller L2 (case 45)."""
     beyond = host.tokens - pool.tokens
     capacity = int(0.8 * beyond) if beyond > 0 else host.tokens // 2
     return PrefetchPolicy(
@@ -129,11 +126,7 @@ def prefetch_policy(config: HiCacheConfig, pool: DevicePool, host: HostPool) -> 
         page_size=config.page_size,
         timeout_base=config.prefetch_timeout_base,
         timeout_per_page=config.prefetch_timeout_per_page,
-        hard_limit=hard_limit(config, host.pages),
+        # Each storage call of a prefetch may take its whole timeout: a query and a read for every batch.
+        hard_limit=config.storage_timeout * (2 + 2 * (host.pages // BATCH_PAGES)),
         capacity_pages=max(1, capacity // config.page_size),
     )
-
-
-def hard_limit(config: HiCacheConfig, pages: int) -> float:
-    """Seconds after which a prefetch ends under every policy: each of its storage calls may take its whole timeout."""
-    return config.storage_timeout * (2 + 2 * (pages // BATCH_PAGES))

@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hicache_ray import faultpoints
-from hicache_ray.index import Ledger, Match, TieredIndex
+from hicache_ray.index import Ledger, TieredIndex
 from hicache_ray.index.integrity import check_balance, check_index, count_pages
 from hicache_ray.pages import NO_PAGES
 from hicache_ray.radix.key import Key
@@ -52,14 +52,6 @@ def alone(vector: np.ndarray) -> np.ndarray:
     return vector
 
 
-class _Sources(NamedTuple):
-    """Pages of a prompt's prefix by where they came from."""
-
-    device: int
-    host: int
-    storage: int
-
-
 class HiRadixCache:
     """One rank: L1 and L2 pools, the tree replica over them, transfers in flight, and the requests it serves.
 
@@ -93,6 +85,7 @@ class HiRadixCache:
         self.control = RankControl(self.prefetcher, self.requests, PreparedStores(make_storage, mover.host_pool))
         self.forward = Forward((), NO_LOAD)
         self.next_step = 0
+        self._collected = (0.0, 0.0)
         self._acknowledged = {"writes": 0, "loads": 0, "backups": 0}
         self._base = self._done()
 
@@ -111,22 +104,20 @@ class HiRadixCache:
             DesyncError: the ranks are not at the same point.
             CopyError: a copy between L1 and L2 failed; the rank must end.
         """
-        began = time.perf_counter()
         self.check(request)
         progress = self.collect(request.polls)
-        collected = time.perf_counter()
-        agreed = Progress.agreed(reduce(progress.vector()))
-        reduced = time.perf_counter()
-        answer = self.apply(request, agreed)
-        ended = time.perf_counter()
-        answer.timings_us["reduction"] = (reduced - collected) * 1e6
-        answer.timings_us["work"] = (collected - began + ended - reduced) * 1e6
-        return answer
+        return self.apply(request, Progress.agreed(reduce(progress.vector())))
+
+    def check(self, request: StepRequest) -> None:
+        """Raises RequestError when the request names something in a state in which that can't be done."""
+        room = self.index.device.total * self.page_size
+        check_step(request, self.requests, generation=self.generation, next_step=self.next_step, room=room)
 
     def collect(self, polls: Sequence[str] = ()) -> Progress:
         """This rank's local progress, with the requests that the scheduler wants now; changes nothing replicated."""
+        began = time.perf_counter()
         self.prefetcher.mark_polled(polls)
-        return Progress(
+        progress = Progress(
             generation=self.generation,
             step=self.next_step,
             digest=self.index.tree.digest(),
@@ -134,9 +125,15 @@ class HiRadixCache:
             releases=self.prefetcher.releases_done,
             prefetches=self.prefetcher.progress(),
         )
+        self._collected = began, time.perf_counter()
+        return progress
 
     def apply(self, request: StepRequest, agreed: Progress) -> StepAnswer:
-        """Applies the agreed progress, then the operations of a checked request in order, and begins the transfers."""
+        """Applies the agreed progress, then the operations of a checked request in order, and begins the transfers.
+
+        The answer's `timings_us` has the `work` of `collect` and of this, and the `reduction` between them.
+        """
+        reduced = time.perf_counter()
         self._apply_progress(agreed)
         for rid in request.aborts:
             self.abort(rid)
@@ -151,10 +148,13 @@ class HiRadixCache:
         running = (self.requests[row.rid] for row in scheduled if row.ok)
         self.forward = Forward(tuple(running), consumer)
         self.next_step += 1
+        digest = self.index.tree.digest()
+        began, collected = self._collected
+        work = collected - began + time.perf_counter() - reduced
         return StepAnswer(
             rank=self.rank,
             step=agreed.step,
-            digest=self.index.tree.digest(),
+            digest=digest,
             admitted=admitted,
             polled=polled,
             scheduled=scheduled,
@@ -162,6 +162,7 @@ class HiRadixCache:
             chunked=chunked,
             peeked=peeked,
             controlled=controlled,
+            timings_us={"reduction": (reduced - collected) * 1e6, "work": work * 1e6},
         )
 
     # -- the operations of a step ------------------------------------------------------------------------------------
@@ -201,14 +202,24 @@ class HiRadixCache:
             self.index.tree.lock(loaded.node)
             self.index.tree.unlock(match.device_node)
             node, prefix = loaded.node, np.concatenate([prefix, loaded.device_pages])
-        wanted = self._pages_of(request) - len(prefix)
+        wanted = -(-(len(request.tokens) + request.max_new_tokens) // self.page_size) - len(prefix)
         room = None if faultpoints.fails("alloc.device") else self.index.allocate(wanted)
         if room is None:
             self.index.tree.unlock(node)
             return Scheduled(rid, False, "no_room")
         request.match, request.node = match, node
         request.pages, request.prefix_pages = np.concatenate([prefix, room]), len(prefix)
-        return self._scheduled(request, match, len(prefix) - match.device_pages)
+        loaded_pages = len(prefix) - match.device_pages
+        storage_pages = min(loaded_pages, request.storage_pages)  # case 64: what was really loaded, never more
+        return Scheduled(
+            rid,
+            True,
+            "",
+            device_tokens=match.device_pages * self.page_size,
+            host_tokens=(loaded_pages - storage_pages) * self.page_size,
+            storage_tokens=storage_pages * self.page_size,
+            computed_tokens=len(request.tokens) - len(prefix) * self.page_size,
+        )
 
     def finish(self, finish: Finish) -> Finished:
         """Ends a running request: its full pages enter the tree, what is a duplicate or fills no page is given back.
@@ -344,28 +355,6 @@ class HiRadixCache:
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
-    def check(self, request: StepRequest) -> None:
-        """Raises RequestError when the request names something in a state in which that can't be done."""
-        room = self.index.device.total * self.page_size
-        check_step(request, self.requests, generation=self.generation, next_step=self.next_step, room=room)
-
-    def _pages_of(self, request: Request) -> int:
-        return -(-(len(request.tokens) + request.max_new_tokens) // self.page_size)
-
-    def _scheduled(self, request: Request, match: Match, loaded_pages: int) -> Scheduled:
-        storage = min(loaded_pages, request.storage_pages)  # case 64: what was really loaded, never more
-        sources = _Sources(match.device_pages, loaded_pages - storage, storage)
-        cached = sum(sources) * self.page_size
-        return Scheduled(
-            request.rid,
-            True,
-            "",
-            sources.device * self.page_size,
-            sources.host * self.page_size,
-            sources.storage * self.page_size,
-            len(request.tokens) - cached,
-        )
-
     def _give_back(self, request: Request) -> None:
         assert request.node is not None
         self.index.tree.unlock(request.node)
@@ -374,11 +363,7 @@ class HiRadixCache:
     def _done(self) -> dict[str, int]:
         """Finished transfers of this rank since its process began."""
         mover = self.mover
-        return {
-            "writes": mover.writes_done,
-            "loads": mover.loads_done,
-            "backups": mover.backups_done,
-        }
+        return {"writes": mover.writes_done, "loads": mover.loads_done, "backups": mover.backups_done}
 
     def _apply_progress(self, agreed: Progress) -> None:
         done = self._acknowledged

@@ -14,7 +14,6 @@ from hicache_ray.config import ConfigError, HiCacheConfig, prefetch_timeout_per_
 from hicache_ray.config.extra import PREFETCH_KEYS
 from hicache_ray.config.option import options_of
 from hicache_ray.index import TieredIndex
-from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.prefetch import Prefetcher
 from hicache_ray.rank.request import Request
 from hicache_ray.rank.step import Control
@@ -77,10 +76,12 @@ class RankControl:
 
     def __init__(self, prefetcher: Prefetcher, requests: Mapping[str, Request], stores: PreparedStores) -> None:
         self.prefetcher = prefetcher
+        self.mover = prefetcher.mover
         self.requests = requests
         self.stores = stores
         self.backend_name: str | None = None
-        self._backend_options: dict[str, Any] = {}
+        self.backend_options: dict[str, Any] = {}
+        """What the attached backend was made from; empty where none is attached."""
         self._pass_prefix_hashes = False
         self._commands: dict[str, Callable[[dict[str, Any]], Answer]] = {
             "attach": self._attach,
@@ -95,16 +96,6 @@ class RankControl:
     def index(self) -> TieredIndex:
         """The rank's control half; a recovery replaces it."""
         return self.prefetcher.index
-
-    @property
-    def mover(self) -> Mover:
-        """The rank's data half."""
-        return self.prefetcher.mover
-
-    @property
-    def backend_options(self) -> Mapping[str, Any]:
-        """What the attached backend was made from; empty where none is attached."""
-        return self._backend_options
 
     def carry_out(self, control: Control) -> Answer:
         """Carries one command out. Never raises for a bad one: it is refused, with the reason, and nothing changes."""
@@ -133,14 +124,11 @@ class RankControl:
     def attach_storage(self, storage: Storage, name: str = "", *, options: Mapping[str, Any] | None = None) -> None:
         """Begins to use an L3; what the tree holds gets its page hashes (D5). RuntimeError when one is in use.
 
-        Args:
-            storage: the backend.
-            name: under which it is known.
-            options: it was made from, for a rank that joins later.
+        `name` and `options` are what a rank that joins later makes its own from.
         """
         self.mover.attach(storage, pass_prefix_hashes=self._pass_prefix_hashes)
         self.backend_name = name or type(storage).__name__
-        self._backend_options = dict(options or {})
+        self.backend_options = dict(options or {})
         self.index.enable_hashes()
 
     def attach_backend(self, name: str, options: Mapping[str, Any], *, ticket: str | None = None) -> None:
@@ -153,7 +141,7 @@ class RankControl:
 
     def detach_storage(self) -> bool:
         """Stops using the L3; its operations must have ended. False when a call to it was left behind."""
-        self.backend_name, self._backend_options = None, {}
+        self.backend_name, self.backend_options = None, {}
         return self.mover.detach(self.prefetcher.policy.hard_limit)
 
     # -- settings ----------------------------------------------------------------------------------------------------
@@ -163,7 +151,7 @@ class RankControl:
         policy = self.prefetcher.policy
         return {
             "backend": self.backend_name,
-            "options": self._backend_options,
+            "options": self.backend_options,
             "in_use": self.prefetcher.enabled,
             "policies": {
                 "write_policy": self.index.options.write_policy,
@@ -177,14 +165,17 @@ class RankControl:
 
     def set_policies(self, policies: Mapping[str, Any]) -> None:
         """Changes policies from now on, by the names of `POLICIES`; the values must have been checked."""
-        if "write_policy" in policies:
-            self.index.options = replace(self.index.options, write_policy=policies["write_policy"])
+        index, policy = self.index, self.prefetcher.policy
+        index.options = replace(index.options, write_policy=policies.get("write_policy", index.options.write_policy))
         per_token = policies.get("prefetch_timeout_per_ki_token")
-        self.prefetcher.change_policy(
-            name=policies.get("prefetch_policy"),
-            threshold=policies.get("prefetch_threshold"),
-            timeout_base=policies.get("prefetch_timeout_base"),
-            timeout_per_page=None if per_token is None else prefetch_timeout_per_page(self.index.page_size, per_token),
+        self.prefetcher.policy = replace(
+            policy,
+            name=policies.get("prefetch_policy", policy.name),
+            threshold=max(policies.get("prefetch_threshold", policy.threshold), index.page_size),
+            timeout_base=policies.get("prefetch_timeout_base", policy.timeout_base),
+            timeout_per_page=policy.timeout_per_page
+            if per_token is None
+            else prefetch_timeout_per_page(index.page_size, per_token),
         )
         self._pass_prefix_hashes = policies.get("pass_prefix_keys", self._pass_prefix_hashes)
         if self.mover.storage_io is not None:
@@ -193,7 +184,7 @@ class RankControl:
     def adopt(self, settings: Mapping[str, Any]) -> None:
         """Takes over another rank's `settings`. ValueError when its store can't be had."""
         wanted = (settings["backend"], settings["options"])
-        if wanted != (self.backend_name, self._backend_options):
+        if wanted != (self.backend_name, self.backend_options):
             self.detach_storage()
             if settings["backend"] is not None:
                 self.attach_backend(*wanted)

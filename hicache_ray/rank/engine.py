@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 from hicache_ray.rank.audit import audit_of, status_of
@@ -53,7 +54,7 @@ class Rank:
     def __init__(self, cache: HiRadixCache, engine: Engine | None = None) -> None:
         self.cache = cache
         self.engine = engine
-        self._marks: list[float] = []
+        self._began = self._prepared = 0.0
 
     def begin_step(self, request: StepRequest) -> Progress:
         """Checks the step and takes this rank's progress, to be reduced; nothing is applied yet.
@@ -62,29 +63,22 @@ class Rank:
             RequestError: the step can't be done.
             CopyError: a copy between L1 and L2 failed; the rank must end.
         """
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         self.cache.check(request)
         if self.engine is not None:
             self.engine.before_step(self.cache, request)
-        prepared = time.perf_counter()
-        progress = self.cache.collect(request.polls)
-        self._marks = [began, prepared, time.perf_counter()]
-        return progress
+        self._prepared = time.perf_counter()
+        return self.cache.collect(request.polls)
 
     def end_step(self, request: StepRequest, agreed: Progress) -> StepAnswer:
         """Applies the step that was begun, with what all ranks have reached, and runs the engine."""
-        began, prepared, collected = self._marks
-        reduced = time.perf_counter()
         answer = self.cache.apply(request, agreed)
         applied = time.perf_counter()
         if self.engine is not None:
             answer.engine.update(self.engine.forward(self.cache, self.cache.forward))
         ended = time.perf_counter()
         answer.timings_us.update(
-            reduction=(reduced - collected) * 1e6,
-            work=(collected - prepared + applied - reduced) * 1e6,
-            engine=(prepared - began + ended - applied) * 1e6,
-            total=(ended - began) * 1e6,
+            engine=(self._prepared - self._began + ended - applied) * 1e6, total=(ended - self._began) * 1e6
         )
         return answer
 
@@ -98,7 +92,7 @@ class Rank:
 
     def audit(self) -> dict[str, Any]:
         """Counts everything this rank owns anew, between two steps; `faults` says what does not add up."""
-        return audit_of(self.cache).as_dict()
+        return asdict(audit_of(self.cache))
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the tree, the allocators or the ledger don't add up."""

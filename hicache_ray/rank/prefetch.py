@@ -12,8 +12,9 @@ import enum
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -167,22 +168,6 @@ class Prefetcher:
         for rid in list(self.active):
             self.cancel(rid)
 
-    def change_policy(
-        self,
-        *,
-        name: str | None = None,
-        threshold: int | None = None,
-        timeout_base: float | None = None,
-        timeout_per_page: float | None = None,
-    ) -> None:
-        """Changes the stop policy, the threshold (tokens, at least one page) or the time limits (seconds) from now on;
-        None: as it is."""
-        changes = {"name": name, "timeout_base": timeout_base, "timeout_per_page": timeout_per_page}
-        if threshold is not None:
-            changes["threshold"] = max(threshold, self.policy.page_size)
-        given: dict[str, Any] = {field: value for field, value in changes.items() if value is not None}
-        self.policy = replace(self.policy, **given)
-
     def begin_generation(self) -> None:
         """Counts ended reads from zero; nothing may be in flight."""
         assert not self.active and not self.closing, "prefetches are in flight"
@@ -206,19 +191,20 @@ class Prefetcher:
     @property
     def releases_done(self) -> int:
         """Closed prefetches whose read has really ended, cumulative, in order."""
-        done = self._released
-        for closing in self.closing:
-            if not closing.prefetch.read_ended:
-                break
-            done += 1
-        return done
+        return self._released + sum(1 for _ in takewhile(lambda closing: closing.prefetch.read_ended, self.closing))
 
     def apply(self, agreed: Sequence[PrefetchProgress], releases: int) -> None:
         """Moves every prefetch on by what all ranks have reached."""
         for prefetch, progress in zip(list(self.active.values()), agreed, strict=True):
-            self._advance(prefetch, progress)
+            if progress.terminated or progress.can_terminate:
+                self._end(prefetch, progress.completed_pages)
+            elif prefetch.stage is Stage.QUERYING and progress.queried:
+                self._read_or_revoke(prefetch, progress.hit_pages)
         while self._released < releases:
-            self._release(self.closing.popleft())
+            host_pages = self.closing.popleft().host_pages
+            self._released += 1
+            self.occupied_pages -= len(host_pages)
+            self.index.host.free(host_pages)
 
     def in_flight_pages(self) -> np.ndarray:
         """L2 pages owned by prefetches, for the ledger."""
@@ -259,12 +245,6 @@ class Prefetcher:
         self.active[rid] = prefetch
         io.query(prefetch)
 
-    def _advance(self, prefetch: Prefetch, progress: PrefetchProgress) -> None:
-        if progress.terminated or progress.can_terminate:
-            self._end(prefetch, progress.completed_pages)
-        elif prefetch.stage is Stage.QUERYING and progress.queried:
-            self._read_or_revoke(prefetch, progress.hit_pages)
-
     def _read_or_revoke(self, prefetch: Prefetch, hits: int) -> None:
         worth = self.policy.is_worth(hits) and not faultpoints.fails("alloc.host")
         pages = self.index.allocate_host(hits) if worth else None
@@ -293,11 +273,6 @@ class Prefetcher:
         self.occupied_pages -= completed
         if len(rest):
             self.closing.append(Closing(prefetch, rest))
-
-    def _release(self, closing: Closing) -> None:
-        self._released += 1
-        self.occupied_pages -= len(closing.host_pages)
-        self.index.host.free(closing.host_pages)
 
 
 def _last_hash(node: Node) -> bytes:

@@ -6,7 +6,7 @@ Whether a step can be done is looked at before the reduction, alike on every ran
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,45 +85,40 @@ def check_step(
             f"step {request.step} of generation {request.generation}: this rank is at step {next_step} of "
             f"generation {generation}"
         )
-    _check_named_once(request)
-    _check_states(request, requests)
+    ended = [*request.aborts, *(finish.rid for finish in request.finishes)]
+    admits = [admit.rid for admit in request.admits]
+    chunks = [chunk.rid for chunk in request.chunks]
+    named = (("aborts and finishes", ended), ("admits", admits), ("chunks", chunks))
+    for name, rids in (*named, ("polls", request.polls), ("schedules", request.schedules)):
+        _check_named_once(name, rids)
+    _check_goes_on("chunk", set(chunks).intersection(ended))
+    for name, rids in (("poll", request.polls), ("schedule", request.schedules)):
+        _check_goes_on(name, set(rids).intersection(ended).difference(admits))
+    _check_states(request, requests, ended, admits)
     for admit in request.admits:
         _check_size(admit, room)
 
 
-def _check_named_once(request: StepRequest) -> None:
-    """A request may end, or go on, once a step; what ends may only be admitted again."""
-    ended = [*request.aborts, *(finish.rid for finish in request.finishes)]
-    _once("aborts and finishes", ended)
-    _once("admits", [admit.rid for admit in request.admits])
-    _once("chunks", [chunk.rid for chunk in request.chunks])
-    _once("polls", request.polls)
-    _once("schedules", request.schedules)
-    admitted = {admit.rid for admit in request.admits}
-    over = set(ended)
-    for name, rids in (
-        ("chunk", {chunk.rid for chunk in request.chunks} & over),
-        ("poll", set(request.polls) & over - admitted),
-        ("schedule", set(request.schedules) & over - admitted),
-    ):
-        for rid in sorted(rids):
-            raise RequestError(f"{name}: request {rid!r} ends in the same step")
-
-
-def _once(name: str, rids: Sequence[str]) -> None:
+def _check_named_once(name: str, rids: Sequence[str]) -> None:
     if len(set(rids)) < len(rids):
         for rid, times in Counter(rids).most_common(1):
             raise RequestError(f"{name}: request {rid!r} is named {times} times in one step; name it once")
 
 
-def _check_states(request: StepRequest, requests: Mapping[str, Request]) -> None:
-    for finish in request.finishes:
-        _expect(requests, finish.rid, True, "finish")
-    for chunk in request.chunks:
-        _expect(requests, chunk.rid, True, "chunk")
-    arriving = {admit.rid for admit in request.admits}
-    ended = {*request.aborts, *(finish.rid for finish in request.finishes)}
-    for rid in sorted(arriving - ended):
+def _check_goes_on(name: str, ending: Collection[str]) -> None:
+    """A request may end, or go on, once a step; what ends may only be admitted again."""
+    if ending:
+        raise RequestError(f"{name}: request {min(ending)!r} ends in the same step")
+
+
+def _check_states(
+    request: StepRequest, requests: Mapping[str, Request], ended: Sequence[str], admits: Sequence[str]
+) -> None:
+    for name, rows in (("finish", request.finishes), ("chunk", request.chunks)):
+        for row in rows:
+            _expect(requests, row.rid, True, name)
+    arriving = set(admits)
+    for rid in sorted(arriving.difference(ended)):
         if rid in requests and requests[rid].running:
             raise RequestError(f"request {rid!r} is running: abort or finish it before it is admitted again")
     for name, rids in (("poll", request.polls), ("schedule", request.schedules)):
