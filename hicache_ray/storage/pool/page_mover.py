@@ -111,8 +111,7 @@ class PageMover:
             return Delivery()
         taken = grant.finish(grant.commit(good), Deadline(self._call_timeout)) & good
         count = int(taken.sum())
-        complete = bool((taken == good).all())
-        return Delivery(_keys(pages, taken), count, count * pages[0].length, complete)
+        return Delivery(_keys(pages, taken), count, count * pages[0].length, answered=bool((taken == good).all()))
 
 
 def _groups(pages: Sequence[HeldPage]) -> Iterator[list[HeldPage]]:

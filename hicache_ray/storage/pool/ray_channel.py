@@ -110,10 +110,9 @@ class PoolDirectory:
 
     def read(self) -> Membership | None:
         """The newest membership, None when there is no such pool."""
-        from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+        from ray.experimental.internal_kv import _internal_kv_get
 
-        keys = sorted(_internal_kv_list(self._prefix.encode(), namespace=_KV_NAMESPACE))
-        for key in reversed(keys):
+        for key in sorted(self._keys(), reverse=True):
             message = _internal_kv_get(key, namespace=_KV_NAMESPACE)
             if message is not None:
                 return Membership.unpack(message)
@@ -127,7 +126,7 @@ class PoolDirectory:
         """
         from ray.experimental.internal_kv import _internal_kv_put
 
-        key = self._key(membership.epoch)
+        key = f"{self._prefix}{membership.epoch:020d}".encode()
         if _internal_kv_put(key, membership.pack(), overwrite=False, namespace=_KV_NAMESPACE):
             raise DirectoryConflict(
                 f"epoch {membership.epoch} of {self._prefix} was written by somebody else; read it again"
@@ -139,14 +138,15 @@ class PoolDirectory:
         self._forget(lambda _: True)
 
     def _forget(self, which: Callable[[bytes], bool]) -> None:
-        from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list
+        from ray.experimental.internal_kv import _internal_kv_del
 
-        for key in _internal_kv_list(self._prefix.encode(), namespace=_KV_NAMESPACE):
-            if which(key):
-                _internal_kv_del(key, namespace=_KV_NAMESPACE)
+        for key in filter(which, self._keys()):
+            _internal_kv_del(key, namespace=_KV_NAMESPACE)
 
-    def _key(self, epoch: int) -> bytes:
-        return f"{self._prefix}{epoch:020d}".encode()
+    def _keys(self) -> list[bytes]:
+        from ray.experimental.internal_kv import _internal_kv_list
+
+        return list(_internal_kv_list(self._prefix.encode(), namespace=_KV_NAMESPACE))
 
 
 def bounded(function: Callable[[], _Result], timeout: float) -> _Result:

@@ -34,16 +34,14 @@ class WriteGrant:
         mapping = member.mapped(reply.arena_id)
         self._member = member
         self._reservation = reply.id
-        self._sent: Bytes | None
+        self._sent: Bytes | None = None
         self.pages = pages
-        self.cells: list[Bytes]
+        self.checksums = [0] * len(pages)
         if mapping is not None:
-            self.cells = [mapping.data(offset, length) for offset in granted["offset"].tolist()]
-            self._sent = None
+            self.cells: list[Bytes] = [mapping.data(offset, length) for offset in granted["offset"].tolist()]
         else:
             self._sent = member.scratch(len(pages), length)
             self.cells = list(self._sent)
-        self.checksums = [0] * len(pages)
 
     def commit(self, good: Flags) -> Pending | None:
         """Make the copied pages among `good` (one flag per granted page) visible; the answer is a flag per page."""

@@ -24,11 +24,10 @@ class CellAllocator:
         self._free: dict[int, list[int]] = {}
         self._unassigned: list[int] = []
         for segment in reversed(range(arena.geometry.segments)):
-            count = arena.cells_in(segment)
             if not self.used_in_segment[segment]:
                 self._unassigned.append(segment)
                 continue
-            first = segment * self._per_segment
+            first, count = segment * self._per_segment, arena.cells_in(segment)
             free = self._free.setdefault(self.class_of(segment), [])
             free.extend(cell for cell in reversed(range(first, first + count)) if cell not in taken)
 
