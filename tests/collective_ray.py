@@ -12,7 +12,7 @@ import ray
 
 from hicache_ray.actors.collective import ReductionGroup
 
-PATIENCE = 40
+PATIENCE = 120
 """Seconds after which a test gives up waiting for an answer that has to come."""
 
 

@@ -50,6 +50,7 @@ def pytest_sessionfinish() -> None:
         sys.modules["tests.cluster"].end_shared_cluster()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one module that share something slow to start (Ray, a store's server) stay in one process (xdist)."""
     for item in items:

@@ -92,7 +92,7 @@ def test_a_backend_outside_the_repository_joins_with_one_line(tmp_path: Path) ->
         "TestElsewhere = storage_suite('elsewhere:SqliteStorage', {'database': '{folder}/pages.db'})\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "layout or missing or killed"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout
     assert "elsewhere:SqliteStorage" in result.stdout and "round trip in any layout" in result.stdout
     assert "- elsewhere:SqliteStorage, store goes and comes back: there is no server to kill" in result.stdout

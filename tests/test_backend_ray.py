@@ -22,6 +22,7 @@ from hicache_ray.testing.subject import Damage, StorageSubject, Unsupported
 from hicache_ray.testing.suite import storage_suite
 from hicache_ray.testing.suite_base import page_names
 from tests.cluster import shared_cluster
+from tests.processes import stop
 
 pytestmark = [pytest.mark.ray]
 
@@ -96,7 +97,7 @@ class RaySubject(StorageSubject):
     def freeze(self, folder: Path) -> None:
         self.frozen = [info.pid for info in self.pool.info().values() if info is not None]
         for pid in self.frozen:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
 
     def thaw(self, folder: Path) -> None:
         for pid in self.frozen:

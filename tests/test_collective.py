@@ -18,6 +18,7 @@ from hicache_ray.actors.gloo import list_keys, time_left
 from hicache_ray.deadline import Deadline
 from tests.cluster import shared_cluster
 from tests.collective_ray import Pool, enter, failure, get, join, reduce, wait_for
+from tests.processes import stop
 
 pytestmark = pytest.mark.ray
 
@@ -107,7 +108,7 @@ def test_a_stopped_peer_is_given_up_at_the_deadline(take, group, size, victim):
     members = take(size)
     join(members, group, timeout=1.0)
     stopped = get(members[victim].pid.remote())
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     try:
         survivors = [rank for at, rank in enumerate(members) if at != victim]
         texts = [failure(rank.reduce.remote(group, [1])) for rank in survivors]

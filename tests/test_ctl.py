@@ -152,7 +152,7 @@ def test_case_61_commands_take_effect_while_another_driver_serves(running: Servi
     try:
         for arguments in commands:
             line = [sys.executable, "-c", "from hicache_ray.cli import main; main()", "ctl", "--address", address]
-            done = subprocess.run([*line, "--name", "test", *arguments], capture_output=True, text=True, timeout=120)
+            done = subprocess.run([*line, "--name", "test", *arguments], capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr
     finally:
         stop.set()

@@ -25,7 +25,7 @@ def test_example(name: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for text in EXPECTED[name]:

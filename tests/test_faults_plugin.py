@@ -36,7 +36,7 @@ PLANS = """
 def run(pytester: pytest.Pytester, source: str, **outcomes: int) -> None:
     pytester.makepyfile(source)
     result = pytester.runpytest_subprocess(
-        "-p", PLUGIN, "--strict-markers", "-q", "-p", "no:cacheprovider", timeout=240
+        "-p", PLUGIN, "--strict-markers", "-q", "-p", "no:cacheprovider", timeout=600
     )
     result.assert_outcomes(**outcomes)
 
@@ -56,7 +56,7 @@ def test_a_bad_plan_is_an_error_of_the_test(pytester: pytest.Pytester) -> None:
             pass
         """
     )
-    result = pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=120)
+    result = pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=300)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*FaultPlanError: fault 0: kind is 'explode'*"])
 
@@ -65,7 +65,7 @@ def test_the_plugin_is_loaded_by_a_conftest_as_the_page_says(pytester: pytest.Py
     pytester.makeconftest(f"pytest_plugins = [{PLUGIN!r}]")
     pytester.makefile(".yaml", plan="seed: 8\nfaults:\n  - {kind: corrupt, who: storage 0}\n")
     pytester.makepyfile(PLANS)
-    pytester.runpytest_subprocess("--strict-markers", "-q", timeout=240).assert_outcomes(passed=4)
+    pytester.runpytest_subprocess("--strict-markers", "-q", timeout=600).assert_outcomes(passed=4)
 
 
 def test_a_misspelt_option_of_the_marker_is_an_error_of_the_test(pytester: pytest.Pytester) -> None:
@@ -78,7 +78,7 @@ def test_a_misspelt_option_of_the_marker_is_an_error_of_the_test(pytester: pytes
             pass
         """
     )
-    result = pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=120)
+    result = pytester.runpytest_subprocess("-p", PLUGIN, "-q", timeout=300)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*FaultPlanError: hicache_faults has sed; it takes faults, seed and file"])
 

@@ -366,7 +366,7 @@ def open_files(folder: Path) -> tuple[FileStorage, NumpyHostPages]:
 def test_torn_or_orphaned_files(tmp_path: Path, whole: int) -> None:
     """kill -9 in the middle of a write: no torn page is visible afterwards, what was left lying about is swept."""
     command = [sys.executable, "-c", WRITER, str(tmp_path), str(whole), *[name.hex() for name in PAGES]]
-    killed = subprocess.run(command, capture_output=True, timeout=120)
+    killed = subprocess.run(command, capture_output=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     store, pool = open_files(tmp_path)
     there = store.lookup(PAGES)

@@ -95,7 +95,7 @@ def test_a_second_driver_finds_the_service_and_goes_on(running: Service, group: 
         f"service = hicache_ray.connect('test', address={address!r})\n"
         "print(serve(service.group('a'), prompts(1, seed=11)[0]).computed_tokens, service.groups)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("4 ("), done.stdout
     serve(group, prompts(1, seed=11)[0])

@@ -16,6 +16,7 @@ from hicache_ray.rank.group import GroupRestarted
 from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.service import Service
 from hicache_ray.testing.serving import wait_for
+from tests.processes import stop
 from tests.ray_service import prompts, serve, serve_until_restarted, service
 
 pytestmark = pytest.mark.ray
@@ -58,7 +59,7 @@ def test_a_killed_rank_comes_back_with_its_pages(group: TPGroup, rank: int) -> N
 
 def test_a_hung_rank_is_noticed_and_replaced(running: Service, group: TPGroup) -> None:
     pids = group.pids
-    os.kill(pids[1], signal.SIGSTOP)
+    stop(pids[1])
     serve_until_restarted(group, itertools.cycle(ASKED))
     assert group.pids[1] != pids[1]
     serves_again(group)
@@ -93,8 +94,8 @@ def test_a_hung_supervisor_is_replaced_by_those_who_need_it(running: Service, gr
     """SIGSTOP: it neither answers nor dies, and neither does the rank that hangs meanwhile."""
     supervisor = ray.get_actor(supervisor_name(running.name), namespace=RAY_NAMESPACE)
     pid = ray.get(supervisor.__ray_call__.options(concurrency_group="status").remote(_process_id))
-    os.kill(pid, signal.SIGSTOP)
-    os.kill(group.pids[0], signal.SIGSTOP)
+    stop(pid)
+    stop(group.pids[0])
     serve_until_restarted(group, itertools.cycle(ASKED))
     assert ray.get(supervisor.__ray_call__.options(concurrency_group="status").remote(_process_id)) != pid
     serves_again(group)

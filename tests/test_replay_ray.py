@@ -142,7 +142,7 @@ def test_the_first_program_of_the_readme_runs_and_prints_what_it_says(short_fold
     environment = {**os.environ, "RAY_TMPDIR": str(short_folder)}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=240, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout in readme

@@ -20,6 +20,7 @@ from hicache_ray.storage.pool.options import actor_name
 from hicache_ray.storage.shard.arena import ArenaMapping
 from hicache_ray.storage.shard.layout import VALID
 from hicache_ray.testing.serving import wait_for
+from tests.processes import stop
 from tests.ray_service import prompts, serve, service
 
 pytestmark = pytest.mark.ray
@@ -45,7 +46,7 @@ def test_a_storage_actor_that_hangs_comes_back_with_its_pages(
     before = {member: info.pid for member, info in pool.info().items() if info is not None}
     hung, other = max(stored, key=lambda member: stored[member]), min(stored, key=lambda member: stored[member])
     assert hung != other and stored[hung] > 0
-    os.kill(before[hung], signal.SIGSTOP)
+    stop(before[hung])
     try:
         wait_for(lambda: bool(running.supervisor.storage_history()), "the hung actor to be ended", DEADLINE)
     finally:
