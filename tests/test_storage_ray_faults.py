@@ -185,7 +185,7 @@ def test_what_a_killed_client_held_is_given_back(cluster: None) -> None:
             if first_call == "put":
                 pool.clear()
             with pytest.raises(ray.exceptions.RayActorError):
-                ray.get(Dying.remote().die.remote(pool.handle.options()), timeout=60)
+                ray.get(Dying.remote().die.remote(pool.handle.options()), timeout=300)
 
         def given_back() -> bool:
             stats = pool.stats()["brief-0"]
