@@ -83,19 +83,21 @@ class ServiceFaults:
         After `end` the actors only tell where they are.
         """
         if self._ended:
-            return self._places({one: self.call(one, _remove) for one in self.who}, seconds)
-        spent = self._spent()
+            return self._answers({one: self.call(one, _remove) for one in self.who}, seconds)
+        spent: dict[str, Counter[int]] = {}
+        for firing in self.firings():
+            spent.setdefault(firing.who, Counter())[firing.fault] += 1
         mapping = self.plan.as_mapping()
         calls = {
             one: self.call(one, _install, self._id, mapping, str(one), self.started, spent.get(str(one), {}))
             for one in self.who
         }
-        return self._places(calls, seconds)
+        return self._answers(calls, seconds)
 
     def end(self, seconds: float = REMOVE_SECONDS) -> None:
         """Ends the plan in every actor that answers in time; `firings` still tells what happened."""
         self._ended = True
-        self.answers({one: self.call(one, _remove) for one in self.who}, seconds)
+        self._answers({one: self.call(one, _remove) for one in self.who}, seconds)
 
     def remove(self, seconds: float = REMOVE_SECONDS) -> None:
         """Ends the plan, and forgets what happened."""
@@ -111,41 +113,12 @@ class ServiceFaults:
                 found.append(Firing(*msgpack.unpackb(value)))
         return sorted(found, key=lambda firing: firing.at)
 
-    def carry_out(self, action: Action, process: ActorProcess) -> bool:
-        """Does something to a process from outside: SIGKILL, or SIGSTOP with SIGCONT `action.seconds` later.
-
-        Returns:
-            Whether the process was there.
-        """
-        number = KINDS[action.kind].signal
-        return number is not None and signal_process(process, number, resume_after=action.seconds)
-
     def note(self, firing: Firing) -> None:
         """Adds a fault from outside to `firings`."""
         _write(self._id, firing)
 
     def call(self, one: Identity, function: Any, *arguments: Any) -> Any:
         """Begins `function(actor's instance, *arguments)` in an actor beside its work; None where there is no actor."""
-        handle = self.handle(one)
-        if handle is None:
-            return None
-        method = handle.__ray_call__.options(concurrency_group=_BESIDE[one.role])
-        return method.remote(function, *arguments)
-
-    def answers(self, calls: Mapping[Identity, Any], seconds: float) -> dict[Identity, Any]:
-        """The answers that came within so many seconds."""
-        refs = {ref: one for one, ref in calls.items() if ref is not None}
-        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=seconds) if refs else ([], [])
-        answers = {}
-        for ref in done:
-            try:
-                answers[refs[ref]] = ray.get(ref, timeout=CALL_SECONDS)
-            except (RayError, GetTimeoutError) as error:
-                logger.debug("%s does not answer: %s", refs[ref], error)
-        return answers
-
-    def handle(self, one: Identity) -> Any:
-        """The actor of that name, None when there is none."""
         service = self._service
         names = {
             RANK: rank_name(group_name(service.name, one.group), one.number),
@@ -153,18 +126,22 @@ class ServiceFaults:
             STORAGE: actor_name(f"{service.storage.handle.name}-{one.number}") if service.storage else "",
         }
         try:
-            return ray.get_actor(names[one.role], namespace=RAY_NAMESPACE)
+            handle = ray.get_actor(names[one.role], namespace=RAY_NAMESPACE)
         except ValueError:
             return None
+        return handle.__ray_call__.options(concurrency_group=_BESIDE[one.role]).remote(function, *arguments)
 
-    def _places(self, calls: Mapping[Identity, Any], seconds: float) -> dict[Identity, ActorProcess]:
-        return {one: ActorProcess(*answer) for one, answer in self.answers(calls, seconds).items()}
-
-    def _spent(self) -> dict[str, Counter[int]]:
-        spent: dict[str, Counter[int]] = {}
-        for firing in self.firings():
-            spent.setdefault(firing.who, Counter())[firing.fault] += 1
-        return spent
+    def _answers(self, calls: Mapping[Identity, Any], seconds: float) -> dict[Identity, ActorProcess]:
+        """The places that were told within so many seconds."""
+        refs = {ref: one for one, ref in calls.items() if ref is not None}
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=seconds) if refs else ([], [])
+        answers = {}
+        for ref in done:
+            try:
+                answers[refs[ref]] = ActorProcess(*ray.get(ref, timeout=CALL_SECONDS))
+            except (RayError, GetTimeoutError) as error:
+                logger.debug("%s does not answer: %s", refs[ref], error)
+        return answers
 
 
 def processes_of(service: Service) -> list[Identity]:
@@ -175,9 +152,15 @@ def processes_of(service: Service) -> list[Identity]:
     return [*ranks, *storage, Identity(SUPERVISOR)]
 
 
-def signal_process(process: ActorProcess, number: int, *, resume_after: float | None = None) -> bool:
-    """Sends a signal to a Ray worker process on whatever node it is; True when it was there."""
-    arguments = (process.pid, int(number), resume_after)
+def carry_out(action: Action, process: ActorProcess) -> bool:
+    """Does something to a process from outside, on whatever node it is: SIGKILL, or SIGSTOP with SIGCONT later.
+
+    Returns:
+        Whether the process was there.
+    """
+    number = KINDS[action.kind].signal
+    assert number is not None, "a plan lets nothing happen from outside that has no signal"
+    arguments = (process.pid, int(number), action.seconds)
     if process.node_id == ray.get_runtime_context().get_node_id():
         return _signal_worker(*arguments)
     strategy = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
@@ -289,7 +272,7 @@ class FaultRunner:
                 return
             process = self._processes.get(action.who)
             what = f"{action.at:7.1f} s  {action.kind} {action.who}"
-            if process is None or not self.faults.carry_out(action, process):
+            if process is None or not carry_out(action, process):
                 self._told(f"{what}: it is away already")
                 continue
             self._acted(Firing(action.fault, str(action.who), action.kind, "", time.time(), process.pid))
