@@ -6,10 +6,10 @@ What is noted outlives the process that noted it, so whoever finds a record stil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgpack
+import msgspec
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 RAY_NAMESPACE = "hicache_ray"
@@ -65,16 +65,13 @@ class ServiceRecord:
 
 def publish(record: ServiceRecord) -> None:
     """Writes a service's record, in place of an older one."""
-    _internal_kv_put(record.name.encode(), msgpack.packb(asdict(record)), overwrite=True, namespace=_SERVICES)
+    _internal_kv_put(record.name.encode(), msgspec.msgpack.encode(record), overwrite=True, namespace=_SERVICES)
 
 
 def look_up(name: str) -> ServiceRecord | None:
     """The record of a service, or None when there is none."""
     packed = _internal_kv_get(name.encode(), namespace=_SERVICES)
-    if packed is None:
-        return None
-    fields = msgpack.unpackb(packed)
-    return ServiceRecord(**{**fields, "groups": tuple(fields["groups"])})
+    return None if packed is None else msgspec.msgpack.decode(packed, type=ServiceRecord)
 
 
 def forget(name: str) -> None:
@@ -102,14 +99,13 @@ def publish_locations(of: str, locations: Sequence[Location]) -> None:
             service's and a colon.
         locations: replace those noted before.
     """
-    packed = msgpack.packb([list(location) for location in locations])
-    _internal_kv_put(of.encode(), packed, overwrite=True, namespace=_LOCATIONS)
+    _internal_kv_put(of.encode(), msgspec.msgpack.encode(locations), overwrite=True, namespace=_LOCATIONS)
 
 
 def locations_of(of: str) -> list[Location]:
     """What was last noted by `publish_locations`; empty when nothing was."""
     packed = _internal_kv_get(of.encode(), namespace=_LOCATIONS)
-    return [Location(*location) for location in msgpack.unpackb(packed)] if packed else []
+    return msgspec.msgpack.decode(packed, type=list[Location]) if packed else []
 
 
 def names() -> list[str]:

@@ -27,6 +27,14 @@ logger = logging.getLogger("hicache_ray.recovery")
 
 ATTEMPTS = 3
 
+# Deadlines in seconds.
+_SIGN_OF_LIFE = 4.0  # for an answer beside a running step; a process that gives none is stopped, or hangs as a whole
+_ANSWER = 8.0  # for a rank that may still be inside a reduction
+_START = 60.0  # for an actor to come up again
+_QUIESCE = 10.0  # for a rank's own transfers to end
+_JOIN = 4.0  # for all ranks to meet in the new generation; they are all up and idle by then
+_CLAIM = 5.0  # spent on getting pages back; what is not back by then is dropped (and found in L3 later)
+
 
 class RankInfo(NamedTuple):
     """What a rank says about itself: `fresh` until it has joined a generation."""
@@ -44,27 +52,6 @@ class RankInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RecoveryLimits:
-    """Deadlines of a recovery, seconds.
-
-    Attributes:
-        sign_of_life: for an answer beside a running step; a process that gives none is stopped, or hangs as a whole.
-        answer: for a rank that may still be inside a reduction.
-        start: for an actor to come up again.
-        quiesce: for a rank's own transfers to end.
-        join: for all ranks to meet in the new generation; they are all up and idle by then.
-        claim: spent on getting pages back; what is not back by then is dropped (and found in L3 later).
-    """
-
-    sign_of_life: float = 4.0
-    answer: float = 8.0
-    start: float = 60.0
-    quiesce: float = 10.0
-    join: float = 4.0
-    claim: float = 5.0
-
-
-@dataclass(frozen=True)
 class Recovered:
     """How a recovery ended.
 
@@ -73,7 +60,6 @@ class Recovered:
         locations: of the ranks, in rank order.
         fresh: ranks that had lost everything.
         pages, retained: pages in the agreed catalog, and how many of them all ranks have.
-        seconds: from the call to the end.
     """
 
     generation: int
@@ -81,7 +67,6 @@ class Recovered:
     fresh: tuple[int, ...]
     pages: int
     retained: int
-    seconds: float
 
 
 class _Lost(Exception):
@@ -95,12 +80,11 @@ class _Lost(Exception):
 class Recovery:
     """One recovery of one group. Not to be run twice at the same time for the same group."""
 
-    def __init__(self, name: str, actors: Sequence[Any], *, shares_bytes: bool, limits: RecoveryLimits) -> None:
+    def __init__(self, name: str, actors: Sequence[Any], *, shares_bytes: bool) -> None:
         """`shares_bytes`: all ranks hold the same bytes (MLA), so a lost rank can get them from any other."""
         self.name = name
         self.actors = tuple(actors)
         self.shares_bytes = shares_bytes
-        self.limits = limits
         self._known: dict[int, Location] = {}
 
     def run(self, generation: int, known: Sequence[Location] = ()) -> Recovered:
@@ -113,12 +97,11 @@ class Recovery:
         Raises:
             GroupError: it could not be rebuilt in `ATTEMPTS` attempts.
         """
-        began = time.monotonic()
         self._known = dict(enumerate(known))
-        claim = self.limits.claim
+        claim = _CLAIM
         for attempt in range(ATTEMPTS):
             try:
-                return self._attempt(generation + attempt, claim, began)
+                return self._attempt(generation + attempt, claim)
             except _Lost as error:
                 logger.warning("group %s: %s; trying again", self.name, error)
                 for rank in error.ranks:
@@ -126,33 +109,33 @@ class Recovery:
                 claim = 0.0  # whatever hung while pages were fetched must not stop the group a second time
         raise GroupError(f"group {self.name} could not be rebuilt in {ATTEMPTS} attempts")
 
-    def _attempt(self, generation: int, claim: float, began: float) -> Recovered:
+    def _attempt(self, generation: int, claim: float) -> Recovered:
         ranks = self._survey()
         everyone = range(len(self.actors))
-        self._all("quiesce", self.limits.quiesce, everyone, self.limits.quiesce)
+        self._all("quiesce", _QUIESCE, everyone, _QUIESCE)
         survivors = [rank for rank in everyone if not ranks[rank].fresh]
         pages = retained = 0
         if survivors:
             pages, retained = self._restore(survivors, claim)
         else:
             # A rank that was lost may have begun to come back in an attempt that failed.
-            self._all("restore", self.limits.answer, everyone, Catalog(()).pack(), b"")
-        self._all("join", self.limits.join + self.limits.answer, everyone, generation, self.limits.join)
+            self._all("restore", _ANSWER, everyone, Catalog(()).pack(), b"")
+        self._all("join", _JOIN + _ANSWER, everyone, generation, _JOIN)
         fresh = tuple(rank for rank in everyone if ranks[rank].fresh)
         locations = tuple(info.location for info in ranks)
-        return Recovered(generation, locations, fresh, pages, retained, time.monotonic() - began)
+        return Recovered(generation, locations, fresh, pages, retained)
 
     def _restore(self, survivors: list[int], claim: float) -> tuple[int, int]:
         everyone = range(len(self.actors))
         source = survivors[0]
-        (settings,) = self._all("settings", self.limits.answer, [source])
-        self._all("adopt", self.limits.answer, [rank for rank in everyone if rank != source], settings)
-        (catalog,) = self._all("catalog", self.limits.answer, [source])
+        (settings,) = self._all("settings", _ANSWER, [source])
+        self._all("adopt", _ANSWER, [rank for rank in everyone if rank != source], settings)
+        (catalog,) = self._all("catalog", _ANSWER, [source])
         shared = ray.put(catalog)
         peers = [self.actors[rank] for rank in survivors] if self.shares_bytes else []
-        masks = self._all("claim", claim + self.limits.quiesce, everyone, shared, peers, claim)
+        masks = self._all("claim", claim + _QUIESCE, everyone, shared, peers, claim)
         kept = np.minimum.reduce([np.frombuffer(mask, dtype=np.uint8) for mask in masks])
-        digests = self._all("restore", self.limits.answer, everyone, shared, kept.tobytes())
+        digests = self._all("restore", _ANSWER, everyone, shared, kept.tobytes())
         if len(set(digests)) > 1:
             raise _Lost(list(everyone), f"ranks restored different trees from one catalog: {digests}")
         return len(kept), int(kept.sum())
@@ -163,18 +146,18 @@ class Recovery:
         pings = self._ask("ping", everyone)
         self._ask("leave", everyone)  # frees ranks that wait for another in a reduction
         surveys = self._ask("survey", everyone)
-        for rank in self._unanswered(pings, self.limits.sign_of_life):
+        for rank in self._unanswered(pings, _SIGN_OF_LIFE):
             self._end_known(rank)
-        answers: dict[int, RankInfo] = self._collected("survey", surveys, self.limits.answer)
+        answers: dict[int, RankInfo] = self._collected("survey", surveys, _ANSWER)
         silent = [rank for rank in everyone if rank not in answers]
         for rank in silent:
             self._end(rank)
-        deadline = time.monotonic() + self.limits.start
+        deadline = time.monotonic() + _START
         while silent and time.monotonic() < deadline:
             answers.update(self._answers("survey", deadline - time.monotonic(), silent))
             silent = [rank for rank in silent if rank not in answers]
         if silent:
-            raise GroupError(f"group {self.name}: ranks {silent} did not come up within {self.limits.start:g} s")
+            raise GroupError(f"group {self.name}: ranks {silent} did not come up within {_START:g} s")
         self._known.update({rank: info.location for rank, info in answers.items()})
         return [answers[rank] for rank in range(len(self.actors))]
 

@@ -31,7 +31,7 @@ from hicache_ray.actors.directory import (
     rank_name,
     supervisor_name,
 )
-from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery, RecoveryLimits
+from hicache_ray.actors.recovery import RankInfo, Recovered, Recovery
 from hicache_ray.actors.watch import StorageHeal, StorageWatch
 from hicache_ray.deadline import Deadline
 from hicache_ray.metrics import HealMetrics, RayExporter
@@ -200,9 +200,7 @@ class SupervisorServer:
         known = self._seen.get(group, {})
         begin = max([generation_of(full), *(info.generation for info in known.values())]) + 1
         try:
-            recovered = Recovery(full, actors, shares_bytes=shares, limits=RecoveryLimits()).run(
-                begin, locations_of(full)
-            )
+            recovered = Recovery(full, actors, shares_bytes=shares).run(begin, locations_of(full))
         except GroupError as error:
             self._remember(Heal(group, noticed, time.time(), begin, (), 0, 0, str(error)))
             raise
