@@ -88,8 +88,11 @@ def test_ctl_audit_names_member_and_pages_of_a_damaged_arena(
     running: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Last: the arena stays damaged."""
-    pool = running.storage
+    pool, group = running.storage, running.group("b", engine=ENGINE)
     assert pool is not None
+    for prompt in prompts(4, seed=6):
+        serve(group, prompt)
+    settle(group)
     member, info = next((member, info) for member, info in pool.info().items() if info and pool.stats()[member].pages)
     arena = ArenaMapping.attach(Path(info.path), info.arena_id)
     cell = int(np.flatnonzero(arena.headers["state"] == VALID)[0])

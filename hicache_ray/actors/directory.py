@@ -95,8 +95,7 @@ def publish_locations(of: str, locations: Sequence[Location]) -> None:
     """Notes where actors are, whom nobody could ask when they hang.
 
     Args:
-        of: a group's full name, with the locations of its ranks in rank order; or any name that begins with the
-            service's and a colon.
+        of: a group's full name, with the locations of its ranks in rank order; or the name of one actor.
         locations: replace those noted before.
     """
     _internal_kv_put(of.encode(), msgspec.msgpack.encode(locations), overwrite=True, namespace=_LOCATIONS)
@@ -106,6 +105,11 @@ def locations_of(of: str) -> list[Location]:
     """What was last noted by `publish_locations`; empty when nothing was."""
     packed = _internal_kv_get(of.encode(), namespace=_LOCATIONS)
     return msgspec.msgpack.decode(packed, type=list[Location]) if packed else []
+
+
+def forget_locations(of: str) -> None:
+    """Drops what `publish_locations` noted under this name; nothing happens when it noted nothing."""
+    _internal_kv_del(of.encode(), namespace=_LOCATIONS)
 
 
 def names() -> list[str]:

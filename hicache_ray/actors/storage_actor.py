@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from hicache_ray.actors.directory import Location, publish_locations
 from hicache_ray.metrics import RayExporter, ShardMetrics
 from hicache_ray.storage.base import StorageCounters
 from hicache_ray.storage.breaker import Breaker
@@ -169,6 +170,8 @@ class StorageActor(ShardService):
         self._metrics = ShardMetrics(shard.stats, pool=spec.pool.name, member=spec.member)
         self._exporter = RayExporter(self._metrics.registry, self._metrics.collect) if spec.pool.metrics else None
         self._start_seconds = time.perf_counter() - started
+        # For the watch: an actor that hangs can't be asked where it is.
+        publish_locations(actor_name(spec.member), [Location(os.getpid(), self._node_id)])
 
     @ray.method(concurrency_group="ctl")
     def describe(self) -> tuple[str, int, str]:
@@ -214,9 +217,8 @@ class StorageActor(ShardService):
         )
 
     @ray.method(concurrency_group="alive")
-    def ping(self) -> tuple[int, str]:
-        """Process id and node; answered also while other calls take long."""
-        return os.getpid(), self._node_id
+    def ping(self) -> None:
+        """A sign of life, given also while other calls take long."""
 
     @ray.method(concurrency_group="ctl")
     def spec(self) -> StorageActorSpec:

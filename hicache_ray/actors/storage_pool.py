@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hicache_ray.actors.directory import forget_locations
 from hicache_ray.actors.storage_actor import (
     ACTOR_OPTIONS,
     StorageActor,
@@ -361,6 +362,7 @@ class StoragePool:
             except ray.exceptions.RayError as error:
                 logger.warning("storage actor %s did not delete its arena, it is swept later: %s", member, error)
             ray.kill(handle, no_restart=True)
+            forget_locations(actor_name(member))
             self._actors.pop(member, None)
             deadline = Deadline(ACTOR_STOP_SECONDS)
             # Its name is free for another actor only then.

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hicache_ray.actors.directory import RAY_NAMESPACE, Location, locations_of, look_up, publish_locations
+from hicache_ray.actors.directory import RAY_NAMESPACE, locations_of, look_up
 from hicache_ray.storage.pool.options import actor_name
 from hicache_ray.storage.pool.ray_channel import PoolDirectory
 
@@ -91,12 +91,11 @@ class StorageWatch:
         self.patience = patience
         self._clock = clock
         self._pings: dict[str, _Ping] = {}
-        self._locations: dict[str, Location] = {}
 
     def look(self, wait: float) -> list[StorageHeal]:
         """Ping all members, wait `wait` seconds for the answers, and end each member that was silent for too long.
 
-        A member that is being started is left alone, however long that takes: no process of it was seen alive yet.
+        A member that is being started is left alone, however long that takes: it notes where it is when it is up.
         """
         members = self._members()
         self._pings = {member: ping for member, ping in self._pings.items() if member in members}
@@ -127,21 +126,16 @@ class StorageWatch:
     def _take(self, member: str, reference: Any) -> None:
         del self._pings[member]
         try:
-            location = Location(*ray.get(reference))
+            ray.get(reference)
         except RayError as error:
             # The actor died, and Ray says so at once: nothing hangs.
             logger.debug("storage actor %s does not answer: %s", member, error)
-            return
-        if self._locations.get(member) != location:
-            self._locations[member] = location
-            # For the next supervisor: an actor that hangs can't be asked.
-            publish_locations(self._key(member), [location])
 
     def _end_if_hung(self, member: str) -> StorageHeal | None:
         silence = self._clock() - self._pings[member].sent
         if silence < self.patience:
             return None
-        location = self._locations.get(member) or next(iter(locations_of(self._key(member))), None)
+        location = next(iter(locations_of(actor_name(member))), None)
         if location is None or not kill_actor(*location, STORAGE):
             return None  # the actor is being started, or is dead already
         del self._pings[member]
@@ -153,7 +147,3 @@ class StorageWatch:
             location.pid,
         )
         return StorageHeal(member, now - silence, now, location.pid)
-
-    def _key(self, member: str) -> str:
-        """The name under which the location of a member is noted. The notes are forgotten together with the service."""
-        return f"{self.service}:storage/{member}"

@@ -40,7 +40,7 @@ def ctl_command(context: click.Context, **settings: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Target:
+class Connection:
     """What a command is for: a service in a Ray cluster, and one of its groups or, without a name, each of them."""
 
     address: str | None
@@ -111,12 +111,12 @@ class Target:
 
 
 def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Makes a function that takes a `Target` a command of that name, with --group."""
+    """Makes a function that takes a `Connection` a command of that name, with --group."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)
         def command(group: str | None, **options: Any) -> None:
-            function(Target(**click.get_current_context().obj, group=group), **options)
+            function(Connection(**click.get_current_context().obj, group=group), **options)
 
         made = ctl_command.command(name)(command)
         made.params.append(click.Option(["--group"], metavar="GROUP", help="Only this group."))
@@ -126,7 +126,7 @@ def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
 
 
 @_command("status")
-def status_command(target: Target) -> None:
+def status_command(target: Connection) -> None:
     """Print what each rank holds and does, its policies, and the state of L3."""
     rows = target.answers(lambda group: group.status())
     lines = [line for name, ranks in rows.items() for line in status_lines(name, ranks)]
@@ -134,7 +134,7 @@ def status_command(target: Target) -> None:
 
 
 @_command("flush")
-def flush_command(target: Target) -> None:
+def flush_command(target: Connection) -> None:
     """Drop everything in L1 and L2; L3 stays. Refused while requests run."""
     target.change("flushed", lambda group: group.flush())
 
@@ -142,7 +142,7 @@ def flush_command(target: Target) -> None:
 @_command("abort")
 @click.argument("rids", nargs=-1, metavar="[REQUEST]...")
 @click.option("--all", "everything", is_flag=True, help="All that are admitted: nothing may be serving.")
-def abort_command(target: Target, rids: tuple[str, ...], everything: bool) -> None:
+def abort_command(target: Connection, rids: tuple[str, ...], everything: bool) -> None:
     """End REQUESTs that nobody else will end, as those of a driver that died; `ctl status` names them."""
     if bool(rids) == everything:
         raise BadInput("name requests, or give --all")
@@ -153,21 +153,21 @@ def abort_command(target: Target, rids: tuple[str, ...], everything: bool) -> No
 @click.argument("backend")
 @click.option("--options", metavar="JSON", help="Of the backend: JSON text, or @ and a JSON, TOML or YAML file.")
 @cache_options(POLICIES.values())
-def attach_command(target: Target, backend: str, options: str | None, **policies: Any) -> None:
+def attach_command(target: Connection, backend: str, options: str | None, **policies: Any) -> None:
     """Begin to use an L3 BACKEND, on all ranks of a group or on none."""
     given, chosen = _given(policies), _backend_options(options)
     target.change(f"uses {backend}", lambda group: group.attach(backend, chosen, **given))
 
 
 @_command("detach")
-def detach_command(target: Target) -> None:
+def detach_command(target: Connection) -> None:
     """Stop using L3; what is in flight to it ends first."""
     target.change("detached", lambda group: group.detach())
 
 
 @_command("policies")
 @cache_options(POLICIES.values())
-def policies_command(target: Target, **policies: Any) -> None:
+def policies_command(target: Connection, **policies: Any) -> None:
     """Change policies; without any, print those that hold."""
     if given := _given(policies):
         target.change("policies changed", lambda group: group.set_policies(**given))
@@ -179,14 +179,14 @@ def policies_command(target: Target, **policies: Any) -> None:
 
 @_command("clear-l3")
 @click.option("--everything", is_flag=True, help="The pages of all models in that store, not only of this one.")
-def clear_l3_command(target: Target, everything: bool) -> None:
+def clear_l3_command(target: Connection, everything: bool) -> None:
     """Drop this model's pages from L3."""
     target.change("L3 cleared", lambda group: group.clear_storage(everything=everything))
 
 
 @_command("audit")
 @click.option("--read-pages", is_flag=True, help="Also compare every page in L3 with its checksum.")
-def audit_command(target: Target, read_pages: bool) -> None:
+def audit_command(target: Connection, read_pages: bool) -> None:
     """Count slots, bytes, references, leases and arenas anew, and say what does not add up."""
     from hicache_ray.service_audit import audit_service
 
@@ -198,7 +198,7 @@ def audit_command(target: Target, read_pages: bool) -> None:
 
 
 @_command("metrics")
-def metrics_command(target: Target) -> None:
+def metrics_command(target: Connection) -> None:
     """Print the metrics of every rank, as Prometheus text; Ray exports the same."""
     from hicache_ray.metrics import exposition
 
@@ -207,7 +207,7 @@ def metrics_command(target: Target) -> None:
 
 
 @_command("heals")
-def heals_command(target: Target) -> None:
+def heals_command(target: Connection) -> None:
     """Print each rebuild of a group, and each storage actor that hung and was ended, since the supervisor started."""
     with target.service() as service:
         wanted = target.groups(service)

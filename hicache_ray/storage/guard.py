@@ -54,7 +54,7 @@ class GuardedStorage(Storage):
         self.breakers = {READ: Breaker(clock=clock), WRITE: Breaker(clock=clock)}
         self._in_a_row = {READ: 0, WRITE: 0}
         self._threads = CallThreads()
-        self._left_behind: dict[Future[Outcome], Pages] = {}
+        self._left_behind: dict[Future[CallResult], Pages] = {}
         self._logged: Counter[str] = Counter()
 
     def register_host_pool(self, pool: HostPages) -> None:
@@ -118,7 +118,7 @@ class GuardedStorage(Storage):
     ) -> int:
         """The leading pages a call answers for: 0 when it fails, or answers with no such number."""
         function = faultpoints.around(point, len(hashes), function)
-        count, error = outcome_of(function) if self.backend.bounded else self._bounded(point, kind, pages, function)
+        count, error = result_of(function) if self.backend.bounded else self._bounded(point, kind, pages, function)
         if error is None and count is not None and not _fits(count, len(hashes)):
             error = TypeError(f"an answer that does not fit the question: {str(count)[:80]}")
         if error is not None:
@@ -126,25 +126,25 @@ class GuardedStorage(Storage):
             self._log(point, error)
         return 0 if error is not None or count is None else int(count)
 
-    def _bounded(self, point: str, kind: str, pages: Pages, function: Callable[[], Any]) -> Outcome:
+    def _bounded(self, point: str, kind: str, pages: Pages, function: Callable[[], Any]) -> CallResult:
         """Make the call in a thread of its own; an outcome without an answer when it is refused or given up."""
         breaker = self.breakers[kind]
         if self.given_up >= MAX_GIVEN_UP or not breaker.allows():
             self.counters.add(refused=1)
-            return Outcome()
+            return CallResult()
         before = self._failures()
         call = self._threads.submit(function)
         if not self._ends(call, pages):
             self.counters.add(timeouts=1)
             breaker.failed()
             self._log(point, TimeoutError(f"no answer within {self.timeout} s"))
-            return Outcome()
+            return CallResult()
         outcome = call.result()
         # A backend that answers "nothing" because its store is down says so only in its counters.
         self._judge(kind, outcome.error is not None or (not np.any(outcome.answer) and self._failures() > before))
         return outcome
 
-    def _ends(self, call: Future[Outcome], pages: Pages = NO_PAGES) -> bool:
+    def _ends(self, call: Future[CallResult], pages: Pages = NO_PAGES) -> bool:
         """Whether the call ends within the deadline; else it is given up, and holds `pages` until it returns."""
         if futures.wait([call], self.timeout).done:
             return True
@@ -171,19 +171,19 @@ class GuardedStorage(Storage):
             logger.warning("%s failed: %s; this is a miss, further ones are only counted", name, error)
 
 
-class Outcome(NamedTuple):
+class CallResult(NamedTuple):
     """What a call gave or raised; neither, where it was not made or not waited for."""
 
     answer: Any = None
     error: Exception | None = None
 
 
-def outcome_of(function: Callable[[], Any]) -> Outcome:
+def result_of(function: Callable[[], Any]) -> CallResult:
     """Make a call in this thread."""
     try:
-        return Outcome(answer=function())
+        return CallResult(answer=function())
     except Exception as error:
-        return Outcome(error=error)
+        return CallResult(error=error)
 
 
 def _fits(count: Any, asked: int) -> bool:
@@ -198,14 +198,14 @@ class CallThreads:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Outcome], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[CallResult], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, function: Callable[[], Any]) -> Future[Outcome]:
+    def submit(self, function: Callable[[], Any]) -> Future[CallResult]:
         """Have a call made; RuntimeError after `close`."""
-        call: Future[Outcome] = Future()
+        call: Future[CallResult] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the storage backend is closed: no call may follow")
@@ -223,7 +223,7 @@ class CallThreads:
     def _run(self) -> None:
         while (job := self._calls.get()) is not None:
             call, function = job
-            outcome = outcome_of(function)
+            outcome = result_of(function)
             # Before the caller goes on: its next call takes this thread.
             self._idle.release()
             call.set_result(outcome)
