@@ -6,7 +6,8 @@ from collections import Counter, deque
 
 import torch
 
-from hicache_ray.rank.lanes import Copy, CopyLane, Job, Worker
+from hicache_ray.rank.lanes import Copy, CopyLane
+from hicache_ray.threads import Job, Worker
 
 
 class ManualLane(CopyLane):

@@ -15,13 +15,14 @@ from hicache_ray.faults.injector import injected
 from hicache_ray.faults.plan import FaultPlan
 from hicache_ray.pools.allocator import PageAllocator
 from hicache_ray.rank.l3 import StorageIO
-from hicache_ray.rank.lanes import CopyError, ThreadLane, Worker
+from hicache_ray.rank.lanes import CopyError, ThreadLane
 from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.request import RequestError
 from hicache_ray.rank.step import Control, Finish
 from hicache_ray.replay.driver import ENGINE, settle
 from hicache_ray.storage.memory import drop_store
 from hicache_ray.testing.serving import ask
+from hicache_ray.threads import Worker
 from tests.index_kit import evict
 from tests.ray_service import config
 from tests.test_cache_random import Driver

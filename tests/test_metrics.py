@@ -14,16 +14,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hicache_ray.metrics import (
-    METRICS,
-    HealMetrics,
-    RankMetrics,
-    RayExporter,
-    Registry,
-    ShardMetrics,
-    exposition,
-)
-from hicache_ray.metrics.rank import TIMED_PARTS
+from hicache_ray.metrics import METRICS, HealMetrics, RayExporter, Registry, ShardMetrics, exposition
+from hicache_ray.metrics.rank import TIMED_PARTS, RankMetrics
 from hicache_ray.rank.local_group import LocalGroup
 from hicache_ray.rank.step import Finish, StepAnswer
 from hicache_ray.replay.driver import ENGINE, settle

@@ -84,6 +84,15 @@ def test_radix_hashing_and_index_import_without_torch_and_ray() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_storage_actors_and_supervisors_start_without_torch() -> None:
+    """Importing it is most of the time that Ray takes to start such an actor again."""
+    code = (
+        "import sys; import hicache_ray.actors.storage_actor, hicache_ray.actors.supervisor, hicache_ray.commands.ctl; "
+        "sys.exit('imported torch' if 'torch' in sys.modules else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_functions_stay_small() -> None:
     long = []
     for path in SOURCES:

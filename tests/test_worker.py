@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hicache_ray.rank.lanes import Worker
+from hicache_ray.threads import Worker
 
 DEADLINE = 10.0
 

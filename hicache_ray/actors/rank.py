@@ -17,7 +17,8 @@ from hicache_ray.actors.errors import StaleGeneration, StepCollision
 from hicache_ray.actors.recovery import RankInfo
 from hicache_ray.config import HiCacheConfig
 from hicache_ray.events.rank import KVEvents
-from hicache_ray.metrics import RankMetrics, RayExporter, Snapshot
+from hicache_ray.metrics import RayExporter, Snapshot
+from hicache_ray.metrics.rank import RankMetrics
 from hicache_ray.rank.build import build_cache
 from hicache_ray.rank.cache import alone
 from hicache_ray.rank.engine import Rank, load_engine

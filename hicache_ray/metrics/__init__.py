@@ -5,13 +5,11 @@ from __future__ import annotations
 from hicache_ray.metrics.actors import HealMetrics, ShardMetrics
 from hicache_ray.metrics.exporter import RayExporter
 from hicache_ray.metrics.names import METRICS
-from hicache_ray.metrics.rank import RankMetrics
 from hicache_ray.metrics.registry import Registry, Sample, Snapshot, exposition
 
 __all__ = [
     "METRICS",
     "HealMetrics",
-    "RankMetrics",
     "RayExporter",
     "Registry",
     "Sample",

@@ -15,10 +15,10 @@ import numpy as np
 
 from hicache_ray.index import Backup
 from hicache_ray.pages import NO_PAGES, Pages
-from hicache_ray.rank.lanes import Worker
 from hicache_ray.storage.base import PageContext, Storage
 from hicache_ray.storage.guard import GuardedStorage
 from hicache_ray.storage.host_pages import HostPages
+from hicache_ray.threads import Worker
 
 BATCH_PAGES = 128
 """Most pages one storage call moves. No backend is asked for more, so none has to cut."""

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from hicache_ray.config import HiCacheConfig
-from hicache_ray.metrics import RankMetrics, Snapshot
+from hicache_ray.metrics import Snapshot
+from hicache_ray.metrics.rank import RankMetrics
 from hicache_ray.rank.build import build_cache
 from hicache_ray.rank.cache import HiRadixCache
 from hicache_ray.rank.engine import Engine, Rank, load_engine

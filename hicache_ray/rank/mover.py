@@ -15,8 +15,9 @@ from hicache_ray.index import Load, Write
 from hicache_ray.kernels.base import PoolCopies
 from hicache_ray.pools.layer_done import NO_LOAD
 from hicache_ray.rank.l3 import StorageIO
-from hicache_ray.rank.lanes import CopyError, CopyLane, Worker, copy_lane
+from hicache_ray.rank.lanes import CopyError, CopyLane, copy_lane
 from hicache_ray.storage.base import Storage
+from hicache_ray.threads import Worker
 
 
 class Mover:

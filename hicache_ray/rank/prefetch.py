@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,10 @@ from hicache_ray.pages import NO_PAGES
 from hicache_ray.radix.key import Key
 from hicache_ray.radix.node import Node
 from hicache_ray.rank.l3 import Fetch
-from hicache_ray.rank.mover import Mover
 from hicache_ray.rank.progress import PrefetchProgress
+
+if TYPE_CHECKING:  # it loads torch, which drivers and supervisors of a group do without
+    from hicache_ray.rank.mover import Mover
 
 STARTED = "started"
 NO_STORAGE = "no_storage"
