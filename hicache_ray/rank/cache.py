@@ -1,8 +1,8 @@
 """HiRadixCache: one rank of the hierarchical cache, without Ray (docs/design.md 1 to 5).
 
 An engine embeds it in its worker process and calls `step` once per scheduling iteration with a reducer over its
-ranks; a Ray service runs the same class in an actor. Control (`TieredIndex`, metadata) and data (`Mover`,
-bytes) meet only here.
+ranks; a Ray service runs the same class in an actor. It owns the control half (`TieredIndex`, metadata) and the data
+half (`Mover`, bytes), and hands the transfers of the one to the other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The data half of a rank: carries out the transfers the index decided on, and tells how far they are.
 
-It owns the pools' bytes and the lanes and threads that move them; it knows nothing of trees or requests.
+It owns the pools' bytes and the lanes and threads that move them. It knows pages, neither the tree nor requests. Of a
+node it reads no more than the tenant that a backup is for (`l3`).
 """
 
 from __future__ import annotations
