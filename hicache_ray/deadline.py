@@ -34,7 +34,7 @@ class Deadline:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, pause: float = 0.01) -> bool:
-    """Waits until a condition holds, looking every `pause` seconds; False when it does not within `seconds`."""
+    """Waits until a condition holds, looking every `pause` seconds. Returns False when it does not within `seconds`."""
     deadline, idle = Deadline(seconds), threading.Event()
     while not condition():
         if deadline.passed:

@@ -49,12 +49,13 @@ class Worker:
             self._changed.notify_all()
 
     def wait_idle(self, timeout: float) -> bool:
-        """Waits until every submitted job has ended; False when `timeout` seconds were not enough."""
+        """Waits until every submitted job has ended. Returns False when `timeout` seconds were not enough."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Drops jobs not begun and ends the thread; False when the job under way did not end within `timeout` seconds.
+        """Drops jobs not begun and ends the thread. Returns False when the job under way did not end within `timeout`
+        seconds.
 
         May be called twice.
         """

@@ -233,7 +233,7 @@ class InternalKVStore(distributed.Store):
         return all(internal_kv._internal_kv_exists(self.prefix + key, namespace=_KV_NAMESPACE) for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        """Deletes a key; False when it did not exist."""
+        """Deletes a key. Returns False when it did not exist."""
         return bool(internal_kv._internal_kv_del(self.prefix + key, namespace=_KV_NAMESPACE))
 
     def delete_written(self) -> None:

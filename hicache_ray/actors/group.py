@@ -188,7 +188,7 @@ class TPGroup(Group):
     def create(
         cls, specs: Sequence[RankSpec], options: GroupOptions | None = None, healer: Healer | None = None
     ) -> TPGroup:
-        """Starts the actors of a group and joins them; returns when every rank is ready.
+        """Starts the actors of a group and joins them. Returns when every rank is ready.
 
         Args:
             specs: one a rank, in rank order, all of one group.

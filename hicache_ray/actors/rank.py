@@ -76,7 +76,7 @@ class RankServer(Rank):
         self.exporter = RayExporter(self.metrics.registry, self.metrics.collect) if spec.config.enable_metrics else None
 
     def join(self, generation: int, within: float = JOIN_SECONDS) -> int:
-        """Enters the group's reduction of this generation, leaving an older one first; returns this process's id.
+        """Enters the group's reduction of this generation, leaving an older one first. Returns this process's id.
 
         All ranks of the group have to call it within so many seconds.
         """
@@ -138,7 +138,7 @@ class RankServer(Rank):
         return self.rejoin.pages(hashes)
 
     def restore(self, catalog: bytes, retained: bytes) -> int:
-        """Takes the retained pages as the new tree; returns its digest."""
+        """Takes the retained pages as the new tree. Returns its digest."""
         faultpoints.reach("rank.restore")
         digest = self.rejoin.restore(catalog, retained)
         if self.events is not None:

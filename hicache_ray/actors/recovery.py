@@ -195,8 +195,8 @@ class Recovery:
             ray.kill(self.actors[rank], no_restart=False)
 
     def _end_known(self, rank: int) -> bool:
-        """Ends a rank's process where it was last seen; False when it was never seen. One that is being started has
-        another process, and is left alone."""
+        """Ends a rank's process where it was last seen. Returns False when it was never seen. One that is being started
+        has another process, and is left alone."""
         if rank not in self._known:
             return False
         kill_actor(*self._known[rank])

@@ -141,7 +141,8 @@ class StoragePool:
         return self._reports(self._refresh().everyone, MEMBER_CALL_SECONDS)
 
     def wait_balanced(self, timeout: float = 300.0) -> None:
-        """Have all members look at all their pages, and wait until each page is where it belongs.
+        """Have all members look at all their pages, and wait until no member has pages left to bring to their owners.
+        Pages that an owner has no room for stay where they are (`BalanceReport.left`).
 
         Raises:
             StoragePoolError: that was not so within `timeout` seconds; the text says what is missing. The work goes on.
@@ -170,7 +171,7 @@ class StoragePool:
         return self._call_all("audit", read_pages)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Drop all pages, or those of one namespace label; the number of dropped pages.
+        """Drop all pages, or those of one namespace label. Returns the number of dropped pages.
 
         Raises:
             StoragePoolError: members were away; the others are cleared.
@@ -183,8 +184,8 @@ class StoragePool:
         return sum(int.from_bytes(Reply.unpack(answer).payload, "little") for answer in answers.values())
 
     def add_member(self, node_id: str | None = None, timeout: float = 120.0) -> str:
-        """Start one more actor and make it a member; its name. The pages that it owns now are brought to it in the
-        background (`wait_balanced`); until then they are found where they were.
+        """Start one more actor and make it a member. Returns its name. The pages that it owns now are brought to it in
+        the background (`wait_balanced`). Until then they are found where they were.
 
         Raises:
             ValueError: too many changes are under way: `wait_balanced` first.

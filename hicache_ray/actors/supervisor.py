@@ -89,7 +89,7 @@ class SupervisorServer:
         threading.Thread(target=self._watch_storage, name="hicache-storage-watch", daemon=True).start()
 
     def recover(self, group: str, seen: int) -> tuple[int, tuple[int, ...]]:
-        """Rebuilds a group that its caller found broken at generation `seen`; (generation, pids) after it.
+        """Rebuilds a group that its caller found broken at generation `seen`. Returns (generation, pids) after it.
 
         When somebody else rebuilt it meanwhile, the newer generation is returned and nothing is done.
 
@@ -147,7 +147,7 @@ class SupervisorServer:
             self.storage_heals = [*self.storage_heals, *ended][-HISTORY:]
 
     def _is_broken(self, group: str) -> bool:
-        """Whether a rank came back empty, is behind in generation, or has been silent for too long."""
+        """Whether a rank came back empty, or has been silent for too long."""
         infos = self._ping(group)
         now = time.monotonic()
         broken = False

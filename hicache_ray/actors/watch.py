@@ -1,7 +1,7 @@
 """Ends the processes of actors that hang, so that Ray starts the actors again, and watches a service's storage actors.
 
 Ray by itself starts an actor again when its process dies. A process that hangs or is stopped stays as it is, and the
-clients of its actor would get no answer for ever.
+clients of its actor would never get an answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ RANK, STORAGE = "RankServer", "StorageActor"
 
 
 def kill_worker(pid: int, actor_class: str) -> bool:
-    """Send SIGKILL to a process on this node, if it is the worker of an actor of that class; whether it was one."""
+    """Send SIGKILL to a process on this node, if it is the worker of an actor of that class. Returns whether it was
+    one."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -45,7 +46,7 @@ def kill_worker(pid: int, actor_class: str) -> bool:
 
 
 def kill_actor(pid: int, node_id: str, actor_class: str = RANK) -> bool:
-    """End an actor's process on its node, also when the process is stopped or hangs; whether there was such a process.
+    """End an actor's process on its node, also when the process is stopped or hangs. Returns whether there was one.
 
     When the node can't be reached, its processes are gone with it: that is logged and is no error.
     """
@@ -71,7 +72,7 @@ class StorageHeal(NamedTuple):
 
 
 class _Ping(NamedTuple):
-    """A ping under way. Its answer is waited for however late it comes: a late answer is a sign of life, too."""
+    """A ping under way. We keep waiting for its answer, however late: a late answer is a sign of life, too."""
 
     reference: Any
     sent: float
@@ -95,7 +96,8 @@ class StorageWatch:
     def look(self, wait: float) -> list[StorageHeal]:
         """Ping all members, wait `wait` seconds for the answers, and end each member that was silent for too long.
 
-        A member that is being started is left alone, however long that takes: it notes where it is when it is up.
+        A member that is being started is left alone, however long that takes: it publishes its process id and node only
+        once it is up.
         """
         members = self._members()
         self._pings = {member: ping for member, ping in self._pings.items() if member in members}

@@ -202,7 +202,7 @@ class _Run:
             self.watch.happened(firing)
 
     def _drain(self) -> int:
-        """Lets every request end; how many did not."""
+        """Lets every request end. Returns how many did not."""
         for client in self.clients:
             client.drain()
         wait_until(lambda: not any(client.is_alive() for client in self.clients), DRAIN_SECONDS)

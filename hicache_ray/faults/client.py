@@ -101,7 +101,7 @@ class ChaosClient(threading.Thread):
             self._gone.wait(self._advance())
 
     def _advance(self) -> float:
-        """One step; seconds until the next."""
+        """Does one step. Returns the seconds until the next."""
         self._step_began, began = time.time(), time.monotonic()
         try:
             return 0.0 if self._driver.advance() else PAUSE_SECONDS

@@ -118,7 +118,8 @@ class ServiceFaults:
         _write(self._id, firing)
 
     def call(self, one: Identity, function: Any, *arguments: Any) -> Any:
-        """Begins `function(actor's instance, *arguments)` in an actor beside its work; None where there is no actor."""
+        """Begins `function(actor's instance, *arguments)` in an actor beside its work. Returns None where there is no
+        actor."""
         service = self._service
         names = {
             RANK: rank_name(group_name(service.name, one.group), one.number),

@@ -88,7 +88,7 @@ class Evictor:
         return count
 
     def write(self, node: Node, *, blocking: bool = False) -> bool:
-        """Begins to copy a node to the host; False when the host has no room for it."""
+        """Begins to copy a node to the host. Returns False when the host has no room for it."""
         host_pages = self._host.alloc(node.pages)
         if host_pages is None:
             # The whole size, not the shortfall: what SGLang does, which the recorded traces show.

@@ -88,7 +88,8 @@ class PageAllocator:
         self.free_pages += 1
 
     def _mark_free(self, pages: Pages) -> bool:
-        """Marks up to `_CHUNK` pages as free; False, and none is marked, when one is not held or named twice."""
+        """Marks up to `_CHUNK` pages as free. Returns False, and none is marked, when one is not held or named
+        twice."""
         n, marks = len(pages), self._marks
         try:
             if marks[pages].tobytes() != _HELD_BYTES[:n]:

@@ -147,7 +147,7 @@ def _touch_chunk(chunk: npt.NDArray[np.uint8]) -> None:
 
 
 def pin_buffer(buffer: npt.NDArray[np.uint8], owner: object, *, required: bool) -> bool:
-    """Registers a buffer with CUDA for as long as `owner` lives; True when it is pinned.
+    """Registers a buffer with CUDA for as long as `owner` lives. Returns True when it is pinned.
 
     Where it can't be: PoolMemoryError when `required`, else a warning, since unpinned copies are slow and synchronous.
     """

@@ -129,7 +129,7 @@ class CandidateQueue:
             self._drop_outdated()
 
     def pop(self, newcomer: Node | None = None) -> Node | None:
-        """Takes out the candidate that goes first; None when there is none.
+        """Takes out the candidate that goes first. Returns None when there is none.
 
         Args:
             newcomer: a candidate that is not queued yet. It is, unless it goes first itself: of an evicted node the

@@ -114,7 +114,7 @@ class HiRadixCache:
         check_step(request, self.requests, generation=self.generation, next_step=self.next_step, room=room)
 
     def collect(self, polls: Sequence[str] = ()) -> Progress:
-        """This rank's local progress, with the requests that the scheduler wants now; changes nothing replicated."""
+        """Returns this rank's progress and notes which requests the scheduler polls. Changes no replicated state."""
         began = time.perf_counter()
         self.prefetcher.mark_polled(polls)
         progress = Progress(
@@ -330,9 +330,11 @@ class HiRadixCache:
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     def drain_alone(self) -> bool:
-        """Applies this rank's own progress, as if all ranks had reached it, and begins nothing new (a rejoin).
+        """Applies this rank's own progress, as if all ranks had reached it (for a rejoin). The caller has ended all
+        requests and prefetches.
 
-        True when nothing is in flight any more.
+        No backup begins. Copies between L1 and L2 that a broken-off step issued but did not begin are begun here.
+        Returns whether nothing is in flight any more.
         """
         enabled, self.prefetcher.enabled = self.prefetcher.enabled, False
         self._apply_progress(self.collect())

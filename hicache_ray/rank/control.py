@@ -108,7 +108,7 @@ class RankControl:
             return [REFUSED, f"{control.name}: {error}"]
 
     def prepare_storage(self, ticket: str, backend: str, options: Mapping[str, Any]) -> str:
-        """Makes a storage backend for an attach to come; "" or why it can't be had. May run beside the steps.
+        """Makes a storage backend for an attach to come. Returns "" or why it can't be had. May run beside the steps.
 
         Nothing is made while a backend is attached: the attach itself says what follows from that.
         """
@@ -140,7 +140,7 @@ class RankControl:
         self.attach_storage(self.stores.take(name, options, ticket), name, options=options)
 
     def detach_storage(self) -> bool:
-        """Stops using the L3; its operations must have ended. False when a call to it was left behind."""
+        """Stops using the L3; its operations must have ended. Returns False when a call to it was left behind."""
         self.backend_name, self.backend_options = None, {}
         return self.mover.detach(self.prefetcher.policy.hard_limit)
 
@@ -223,7 +223,7 @@ class RankControl:
     def _attach(self, arguments: dict[str, Any]) -> Answer:
         """Begins to use an L3 backend by name and options; policies may come along. Refused: nothing changes.
 
-        The attached backend again, with the options it has or with none: only the policies change.
+        Naming the attached backend again, with the same options or none, changes only the policies.
 
         `ticket` names a backend that `prepare_storage` has made. With `hold` the backend is attached but not used, and
         the policies stay, until `resume`: so that an attach that fails on one rank can be undone on the others.

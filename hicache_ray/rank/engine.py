@@ -99,7 +99,8 @@ class Rank:
         self.cache.check_integrity()
 
     def prepare_storage(self, ticket: str, backend: str, options: dict[str, Any]) -> str:
-        """Makes a storage backend for an attach to come; "" or why it can't be had. May run beside the steps."""
+        """Makes a storage backend for an attach to come. Returns "" or why it can't be had. May run beside the
+        steps."""
         return self.cache.control.prepare_storage(ticket, backend, options)
 
     def discard_storage(self, ticket: str) -> None:

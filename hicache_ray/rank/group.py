@@ -77,7 +77,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def send(self, message: bytes) -> Sequence[StepAnswer]:
-        """Gives every rank the same `StepRequest.encode()`; their answers, in rank order.
+        """Gives every rank the same `StepRequest.encode()`. Returns their answers, in rank order.
 
         Every wait in it has a deadline. Each answer's `timings_us` has `reduction`, `work`, `engine` and their `total`.
 
@@ -88,7 +88,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def call(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
-        """Calls a method of every rank, beside the steps; the answers in rank order.
+        """Calls a method of every rank, beside the steps. Returns the answers in rank order.
 
         Args:
             method: of `Rank`, or `snapshot`: its metrics.
@@ -117,7 +117,7 @@ class Group:
 
     Steps of several drivers are applied one after the other, each on all ranks or on none. A step that finds the group
     broken has it rebuilt and then raises GroupRestarted: requests that were in flight are gone, the next step works.
-    Where nobody rebuilds it the error stays, and so does every later step's.
+    If nobody rebuilds it, every later step raises the same error.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -157,7 +157,7 @@ class Group:
             ProtocolError: a field of the step is not what it must be; nothing was sent.
             RequestError: the step names a request in a state in which that can't be done; nothing was applied anywhere.
             GroupRestarted: the group was broken and is rebuilt; send the requests again.
-            GroupError: the group is broken and nobody rebuilds it; so is every later step. A DivergenceError where
+            GroupError: the group is broken and nobody rebuilds it; every later step fails too. A DivergenceError where
                 ranks answered differently.
         """
         if self.broken is not None:
@@ -220,8 +220,8 @@ class Group:
         timeout: float = CONTROL_TIMEOUT,
         **policies: Any,
     ) -> str:
-        """Begins to use an L3 backend, on all ranks or on none. The attached one again, with its options or none:
-        only the policies change.
+        """Begins to use an L3 backend, on all ranks or on none. Naming the attached backend again, with the same
+        options or none, changes only the policies.
 
         Args:
             backend: its registered name.
@@ -258,7 +258,8 @@ class Group:
         """Stops using L3; what is in flight to it ends first. Policies stay, also for the next attach. Done also when
         none is attached.
 
-        Raises: as `flush`; a detach that timed out goes on with the next one, and ends with an attach of the backend.
+        Raises: as `flush`. A detach that timed out is continued by the next detach, and cancelled by attaching the
+            backend again.
         """
         return self._carry(Control("detach"), timeout)
 
@@ -323,7 +324,7 @@ class Group:
         return audits
 
     def _carry(self, control: Control, timeout: float) -> str:
-        """Sends a command until no rank waits any more; returns the ranks' note."""
+        """Sends a command until no rank waits any more. Returns the ranks' note."""
         answers: list[Any] = []
 
         def is_through() -> bool:

@@ -111,7 +111,8 @@ class StorageIO:
         return self._backups_done
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads and closes the store; False when a call under way did not end within `timeout` seconds."""
+        """Ends the threads and closes the store. Returns False when a call under way did not end within `timeout`
+        seconds."""
         ended = all([worker.close(timeout) for worker in self.workers])
         if ended:
             self.storage.close()

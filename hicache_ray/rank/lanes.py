@@ -40,7 +40,8 @@ class CopyLane(ABC):
 
     @abstractmethod
     def wait(self, timeout: float) -> bool:
-        """Blocks until every submitted copy has ended; False when `timeout` seconds were too few. Raises as `done`."""
+        """Blocks until every submitted copy has ended. Returns False when `timeout` seconds were too few. Raises as
+        `done`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -67,7 +67,7 @@ class Mover:
         return self._retired_backups + (self.storage_io.backups_done if self.storage_io else 0)
 
     def begin(self, transfers: Sequence[Write | Load]) -> int:
-        """Begins the transfers; returns the consumer index a forward pass waits with, -1 when nothing is loaded.
+        """Begins the transfers. Returns the consumer index a forward pass waits with, -1 when nothing is loaded.
 
         Writes come first: a blocking one (write_back eviction) reads L1 pages that the loads may reuse, so it has
         ended when this returns.
@@ -87,7 +87,8 @@ class Mover:
         )
 
     def detach(self, timeout: float) -> bool:
-        """Stop using the store; the caller has waited for its operations. True also when none was attached."""
+        """Stop using the store; the caller has waited for its operations. Returns whether its threads ended in time;
+        True when none was attached."""
         io, self.storage_io = self.storage_io, None
         if io is None:
             return True
@@ -103,7 +104,7 @@ class Mover:
         return dict(paths)
 
     def settle(self, timeout: float) -> bool:
-        """Waits until no copy between L1 and L2 is under way; False when `timeout` seconds were not enough."""
+        """Waits until no copy between L1 and L2 is under way. Returns False when `timeout` seconds were not enough."""
         return self._write_lane.wait(timeout) and self._load_lane.wait(timeout)
 
     def close(self, timeout: float = 5.0) -> None:

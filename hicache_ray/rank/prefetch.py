@@ -148,7 +148,7 @@ class Prefetcher:
         self._released = 0
 
     def begin(self, rid: str, key: Key, match: Match) -> str:
-        """Asks L3 for the pages of `key` beyond what L1 and L2 hold; returns "started" or why not.
+        """Asks L3 for the pages of `key` beyond what L1 and L2 hold. Returns "started" or why not.
 
         A prefetch of the same request that is still in flight is cancelled first (D8).
         """

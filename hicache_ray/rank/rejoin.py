@@ -75,7 +75,7 @@ class Rejoin:
         return np.stack([host.read_page(self._pages[page_hash]) for page_hash in hashes])
 
     def restore(self, message: bytes, retained: bytes) -> int:
-        """Takes the retained pages of the catalog as the new tree; returns its digest, equal on all ranks."""
+        """Takes the retained pages of the catalog as the new tree. Returns its digest, equal on all ranks."""
         catalog = Catalog.unpack(message)
         mask: Mask = np.frombuffer(retained, dtype=np.uint8).astype(bool)
         self.cache.replace_index(restored(self.cache.index, catalog, mask, self._pages.__getitem__))

@@ -80,7 +80,7 @@ class RequestSource:
         return len(self._lanes[lane])
 
     def _draw(self) -> bool:
-        """Deals one more request; False when there is none, or when a lane holds as many as it may."""
+        """Deals one more request. Returns False when there is none, or when a lane holds as many as it may."""
         if self._exhausted or max(map(len, self._lanes)) >= MOST_AHEAD:
             return False
         request = next(self._requests, None)
@@ -210,7 +210,7 @@ class Driver:
         self._draining = True
 
     def advance(self) -> bool:
-        """One step; whether any request came on.
+        """Does one step. Returns whether any request came on.
 
         Raises:
             Stalled: none has for `settings.stall_seconds`.

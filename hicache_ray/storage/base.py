@@ -129,12 +129,13 @@ class Storage(ABC):
 
     @abstractmethod
     def lookup(self, hashes: Sequence[bytes], context: PageContext | None = None) -> int:
-        """Leading pages that are stored, with all of their parts. No promise: a page may be gone when it is read."""
+        """Returns how many pages are stored with all of their parts, counted from the first without a gap. No promise:
+        a page may be gone when it is read."""
 
     @abstractmethod
     def load(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
-        """Read pages into the host pool; leading pages that now hold exactly what was stored. What is in the pages
-        behind them is undefined.
+        """Read pages into the host pool. Returns how many now hold exactly what was stored, counted from the first
+        without a gap. What is in the pages behind them is undefined.
 
         Raises:
             RuntimeError: no host pool is registered.
@@ -143,10 +144,10 @@ class Storage(ABC):
 
     @abstractmethod
     def store(self, hashes: Sequence[bytes], pages: Pages, context: PageContext | None = None) -> int:
-        """Store pages of the host pool; leading pages that are stored, whole, at return. A page whose key exists is
-        stored already and moves no bytes. No page behind a failed one is stored. The host pages must not change until
-        the call returns. Calling it twice is harmless. On a rank that is no writer it stores nothing and answers for
-        all pages.
+        """Store pages of the host pool. Returns how many are stored, whole, at return, counted from the first without a
+        gap. A page whose key exists is stored already and moves no bytes. No page behind a failed one is stored. The
+        host pages must not change until the call returns. Calling it twice is harmless. On a rank that is no writer it
+        stores nothing and answers for all pages.
 
         Raises: as `load`.
         """
@@ -192,7 +193,7 @@ class PageStorage(Storage):
 
     @abstractmethod
     def get(self, key: str, out: Bytes) -> bool:
-        """Fill `out` ([page_bytes] uint8) with the page; False when it is missing, short or broken."""
+        """Fill `out` ([page_bytes] uint8) with the page. Returns False when it is missing, short or broken."""
 
     @abstractmethod
     def set(self, key: str, data: Bytes) -> bool:

@@ -127,7 +127,7 @@ class GuardedStorage(Storage):
         return 0 if error is not None or count is None else int(count)
 
     def _bounded(self, point: str, kind: str, pages: Pages, function: Callable[[], Any]) -> CallResult:
-        """Make the call in a thread of its own; an outcome without an answer when it is refused or given up."""
+        """Make the call in a thread of its own. Returns an outcome without an answer when it is refused or given up."""
         breaker = self.breakers[kind]
         if self.given_up >= MAX_GIVEN_UP or not breaker.allows():
             self.counters.add(refused=1)

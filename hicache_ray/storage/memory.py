@@ -46,7 +46,8 @@ class MemoryStore:
             return page
 
     def set(self, key: str, data: Bytes) -> bool:
-        """Keeps a copy of a page; False when it is larger than the whole budget. An existing key is kept as it is."""
+        """Keeps a copy of a page. Returns False when it is larger than the whole budget. An existing key is kept as it
+        is."""
         with self._lock:
             if key in self._pages:
                 self._pages.move_to_end(key)

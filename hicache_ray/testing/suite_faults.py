@@ -61,7 +61,8 @@ class Guarded:
         self.faulty.inject(fault, calls=frozenset(names) or CALLS, delay=delay)
 
     def call(self, name: str) -> bool:
-        """Make a call that succeeds where nothing is wrong; whether it did, entirely. A miss must look like one."""
+        """Make a call that succeeds where nothing is wrong. Returns whether it did, entirely. A miss must look like
+        one."""
         ask: dict[str, Callable[[], int]] = {
             LOOKUP: lambda: self.guard.lookup(NAMES),
             LOAD: lambda: self.guard.load(NAMES, self.target),

@@ -115,7 +115,7 @@ def _set_time(descriptor: int, stamp: int) -> None:
 
 
 def _transfer(call: Callable[[int, Buffers], int], descriptor: int, buffers: Buffers) -> int:
-    """Repeat readv or writev until every buffer is through or the file ends; the bytes moved."""
+    """Repeat readv or writev until every buffer is through or the file ends. Returns the bytes moved."""
     moved, left = 0, list(buffers)
     while left:
         batch = left[:MAX_BUFFERS]

@@ -79,8 +79,8 @@ class FileSpace:
                 self._order.move_to_end(name)
 
     def reserve(self, size: int) -> bool:
-        """Count `size` bytes that are about to be written, and make room for them; False when there is no room. After
-        True comes `settle`. OSError when the folder can't be used; nothing is reserved then."""
+        """Count `size` bytes that are about to be written, and make room for them. Returns False when there is no room.
+        After True comes `settle`. OSError when the folder can't be used; nothing is reserved then."""
         with self._lock:
             self._restore()
             total = self._usage.add(size)
@@ -176,7 +176,7 @@ class FileSpace:
         return size
 
     def _rescan(self) -> int:
-        """Bring order and count up to date; the bytes by which the count was too low. What other processes have
+        """Bring order and count up to date. Returns the bytes by which the count was too low. What other processes have
         reserved and not yet written falls out of the count until the next scan: at most a batch of each."""
         before = self._usage.read()
         difference = self._scan() + self._outstanding - before
@@ -255,7 +255,7 @@ class SharedCount:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def add(self, amount: int) -> int:
-        """Change the count; the new one."""
+        """Change the count. Returns the new one."""
         with self.locked():
             total = max(0, self.read() + amount)
             os.pwrite(self._descriptor, _COUNT.pack(total), 0)
@@ -295,7 +295,8 @@ class WritingFolder:
         os.close(old)
 
     def remove_abandoned(self) -> bool:
-        """Remove the folders of processes that ended without closing; True when no other process is at work here."""
+        """Remove the folders of processes that ended without closing. Returns True when no other process is at work
+        here."""
         alone = True
         for folder in self._parent.iterdir():
             if folder != self.path and not _remove_if_abandoned(folder):

@@ -138,7 +138,7 @@ class FileStorage(Storage):
         return files
 
     def _read(self, pages: Sequence[PageFile]) -> int:
-        """Read pages in parallel; how many came whole, from the first on."""
+        """Read pages in parallel. Returns how many came whole, from the first on."""
         stamps = self.space.stamps(len(pages))
         first_failure = len(pages)
 
@@ -168,7 +168,7 @@ class FileStorage(Storage):
         return result is PageRead.OK
 
     def _write(self, pages: Sequence[PageFile]) -> int:
-        """Store pages in order up to the first failure; how many are stored."""
+        """Store pages in order up to the first failure. Returns how many are stored."""
         if not pages:
             return 0
         size, stored = sum(page.file_bytes for page in pages), 0

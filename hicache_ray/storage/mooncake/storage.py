@@ -103,7 +103,7 @@ class MooncakeStorage(Storage):
         return [all(code == 1 for code in codes[start : start + step]) for start in range(0, len(codes), step)]
 
     def _get(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> int:
-        """Read pages; how many came whole, from the first on."""
+        """Read pages. Returns how many came whole, from the first on."""
         hits = 0
         for batch in self.objects.batches(len(hashes), self.pool_for(hashes, pages)):
             outcomes = self._read(store, hashes[batch], pages[batch])
@@ -129,7 +129,7 @@ class MooncakeStorage(Storage):
         return outcomes
 
     def _set(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> int:
-        """Store pages; how many are stored, from the first on."""
+        """Store pages. Returns how many are stored, from the first on."""
         assert self.host_pool is not None
         present = self._present(store, hashes)
         new = [position for position, there in enumerate(present) if not there]
@@ -146,7 +146,7 @@ class MooncakeStorage(Storage):
         return done
 
     def _write(self, store: Any, hashes: Sequence[bytes], pages: Pages) -> int:
-        """Store pages that are not there; how many are, from the first on."""
+        """Store pages that are not there. Returns how many are, from the first on."""
         assert self.host_pool is not None
         outcomes = self.objects.write(store, hashes, pages, self.host_pool)
         if Outcome.FAILED in outcomes:

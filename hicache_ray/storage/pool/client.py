@@ -56,7 +56,7 @@ class _View(NamedTuple):
 def _begun_again(
     operation: Callable[Concatenate[PoolClient, _View, _Rest], int],
 ) -> Callable[Concatenate[PoolClient, _Rest], int]:
-    """An operation under the newest membership, which is begun again when that changes meanwhile."""
+    """Runs an operation under the newest membership; starts it again if the membership changes meanwhile."""
 
     @functools.wraps(operation)
     def run(client: PoolClient, *args: _Rest.args, **kwargs: _Rest.kwargs) -> int:
@@ -87,8 +87,8 @@ class PoolClient:
         """Args:
         connect: makes the member of that name. It is called once per name and must not wait for the member.
         copy_threads: threads that copy the pages of one operation.
-        directory: reads the newest membership, in bounded time, or raises ChannelError. It is asked while members
-            are away: the members that would refuse an old membership may all be gone.
+        directory: reads the newest membership, in bounded time, or raises ChannelError. It is read while members are
+            away: otherwise, if every member that knows the new membership is gone, nobody tells this client.
         """
         self._directory = directory
         self._clock = clock
@@ -124,7 +124,7 @@ class PoolClient:
 
     @_begun_again
     def lookup(self, view: _View, keys: Sequence[bytes], deadline: Deadline) -> int:
-        """Leading pages that are stored."""
+        """Returns how many pages are stored, counted from the first without a gap."""
         found = np.zeros(len(keys), np.bool_)
         search = _Search(view.membership, keys)
         for choice in range(search.rounds):
@@ -135,7 +135,8 @@ class PoolClient:
 
     @_begun_again
     def load(self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], deadline: Deadline) -> int:
-        """Fill `pages`, one for each key; leading pages that hold exactly the bytes that were stored."""
+        """Fill `pages`, one for each key. Returns how many hold exactly the bytes that were stored, counted from the
+        first without a gap."""
         done = np.zeros(len(keys), np.bool_)
         length = pages[0].nbytes if len(pages) else 0
         search = _Search(view.membership, keys)
@@ -169,13 +170,14 @@ class PoolClient:
     def store(
         self, view: _View, keys: Sequence[bytes], pages: Sequence[Bytes], label: bytes, deadline: Deadline
     ) -> int:
-        """Store `pages`; leading pages that are stored. A page is stored when one of its holders has it."""
+        """Store `pages`. Returns how many are stored, counted from the first without a gap. A page is stored when one
+        of its holders has it."""
         length = pages[0].nbytes if len(pages) else 0
         existing, grants = self._reserve(view, keys, length, label, deadline)
         placed = existing.copy()
         for grant in grants:
             placed[grant.pages] = True
-        # A page must not be stored without the pages before it: no page behind one without a cell is written.
+        # A page must not be stored without the pages before it, so writing stops at the first page that got no cell.
         writable = _leading(placed)
         chosen = [(grant, k, page) for grant in grants for k, page in enumerate(grant.pages) if writable[page]]
         cells, sources = [grant.cells[k] for grant, k, _ in chosen], [pages[page] for _, _, page in chosen]
@@ -227,7 +229,7 @@ class PoolClient:
         length: int = 0,
         label: bytes = b"",
     ) -> dict[int, ActorAnswer]:
-        """Call each member about its keys, all at once; the answers of the members that answered.
+        """Call each member about its keys, all at once. Returns the answers of the members that answered.
 
         Args:
             method_of: the call to make to a member.
@@ -253,7 +255,8 @@ class PoolClient:
         return given
 
     def _learn(self) -> int:
-        """Look for a newer membership in the directory, unless that was done just now; the epoch that is known then."""
+        """Look for a newer membership in the directory, unless that was done just now. Returns the epoch known
+        afterwards."""
         with self._lock:
             due = self._clock() >= self._next_read
             if due:

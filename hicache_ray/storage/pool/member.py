@@ -66,7 +66,7 @@ class PoolMember:
         self._local = threading.local()
 
     def start(self, method: str, *args: Any) -> Pending | None:
-        """Start a call; None when the breaker refuses it or the actor can't be found."""
+        """Start a call. Returns None when the breaker refuses it or the actor can't be found."""
         if not self.breaker.allows():
             self._counters.add(refused=1)
             return None
@@ -86,7 +86,7 @@ class PoolMember:
             return None
 
     def finish(self, pending: Pending | None, deadline: Deadline) -> ActorAnswer | None:
-        """Wait for a call's answer; None when there is none, or when the actor says that it can't be done."""
+        """Wait for a call's answer. Returns None when there is none, or when the actor says that it can't be done."""
         if pending is None:
             return None
         try:

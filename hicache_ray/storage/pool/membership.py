@@ -53,7 +53,7 @@ class Membership:
 
     @property
     def settled(self) -> bool:
-        """Whether every page is where it belongs, or nowhere: no change is under way."""
+        """Whether no change of the members is under way."""
         return not self.previous
 
     @cached_property

@@ -2,8 +2,8 @@
 
 A member looks at all its pages when it learns of a new membership, when it is asked to, when the last look left
 something undone, and once in a while. It offers each page to the other members that should hold it, and these take the
-pages they lack. A join, a leave and the loss of a page are therefore one and the same work. It can be broken off and
-begun again at any point.
+pages they lack. So the same work handles a join, a leave and a lost page. It can be broken off and begun again at any
+point.
 
 While a change of the pool is under way, no page is given up: clients ask the former holders, too. When all members have
 nothing left to do, one of them publishes the settled membership. A member that has learned of it gives up the pages
@@ -42,12 +42,12 @@ from hicache_ray.storage.shard.grants import HeldPage
 logger = logging.getLogger("hicache_ray.storage.pool.rebalance")
 
 RETRY_SECONDS = 1.0
-"""Seconds until the next look, after a look that could not bring every page to where it belongs. They double each time,
-up to the period."""
+"""Seconds until the next look, after one that a member did not answer or that could not see every page. They double
+each time, up to the period."""
 SETTLE_POLL_SECONDS = 0.3
 """Seconds between two questions whether the other members are done."""
 LONGEST_REST = 1.0
-"""Most seconds of rest after a step, beyond the rest that the rate asks for."""
+"""Upper limit, in seconds, of the rest that is as long as the work was. The byte rate may ask for more."""
 
 
 class Directory(Protocol):
@@ -67,7 +67,7 @@ class _Look:
     Attributes:
         number: of the look; the numbers of a member only grow.
         keys: keys of the pages that other members should hold, hottest first.
-        may_displace: how many of the first keys may push other pages out where they arrive.
+        may_displace: for how many keys, from the first, the receiver may evict other pages.
         complete: whether nothing was left undone so far.
         next: place in `keys` where the next step begins.
         left: pages that some member did not take.
@@ -121,7 +121,8 @@ class Rebalancer:
         service.on_membership = self._wanted.set
         self._stopped = threading.Event()
         self._look: _Look | None = None
-        # Above the numbers of this member's earlier processes: a driver that waits for a number may miss a restart.
+        # Start above every number an earlier process used: a driver may wait for such a number without knowing of the
+        # restart.
         self._begun = self._finished = time.time_ns() // 1000
         self._clean_epoch = self._looked_epoch = -1
         self._next_look = 0.0
@@ -166,7 +167,7 @@ class Rebalancer:
         self._wanted.set()
 
     def advance(self) -> float:
-        """Do one step; returns how many seconds to rest before the next one, unless a look is asked for meanwhile."""
+        """Do one step. Returns how many seconds to rest before the next one, unless a look is asked for meanwhile."""
         membership = self._service.membership
         self._tell_the_others(membership)
         if self._look is not None and self._look.membership is not membership:
@@ -202,7 +203,7 @@ class Rebalancer:
         if self._looked_epoch == self._service.membership.epoch:
             self._learn_from_directory()
         membership, service = self._service.membership, self._service
-        # Asked before the keys are listed: a page that an old membership brought here may become visible any moment.
+        # Ask first, list the keys second: a page written under an old membership may become visible in between.
         complete = service.stores_by_membership
         keys = keys_of_others(membership, self._name, service.shard.keys_by_use())
         may_displace = round(displacing_share(membership, self._name) * len(keys))
@@ -222,7 +223,7 @@ class Rebalancer:
         return max(copied_bytes / self._options.bytes_per_second, min(self._clock() - started, LONGEST_REST))
 
     def _move(self, look: _Look, keys: Sequence[bytes], *, displace: bool) -> int:
-        """Bring pages to their other owners; returns the bytes that were copied."""
+        """Bring pages to their other owners. Returns the bytes that were copied."""
         pages = self._service.shard.describe(keys)
         plan = plan_of(look.membership, self._name, [page.key for page in pages])
         everywhere = np.ones(len(pages), np.bool_)
@@ -238,7 +239,7 @@ class Rebalancer:
         return copied_bytes
 
     def _bring(self, look: _Look, name: str, pages: Sequence[HeldPage], displace: bool) -> tuple[frozenset[bytes], int]:
-        """Offer pages to a member; the keys of the pages it has now, and the bytes that were copied."""
+        """Offer pages to a member. Returns the keys of the pages it has now, and the bytes that were copied."""
         if name in look.away:
             return frozenset(), 0
         delivery = self._mover.deliver(self._members[name], look.membership.epoch, pages, displace=displace)
@@ -280,7 +281,12 @@ class Rebalancer:
             # Another member published it first, or the pool was changed again.
             self._learn_from_directory()
             return
-        logger.info("storage pool member %s: all pages are where they belong, epoch %d", self._name, membership.epoch)
+        logger.info(
+            "storage pool member %s: no member has pages left to bring, epoch %d; of this member's, %d found no room",
+            self._name,
+            membership.epoch,
+            self._left,
+        )
         self._service.set_membership(membership.pack())
         for member in self._members.values():
             member.send("set_membership", membership.pack())

@@ -34,7 +34,7 @@ class ShardService:
         self._lock = threading.Lock()
 
     def set_membership(self, message: bytes) -> int:
-        """Learn a membership unless a newer one is known; returns the epoch known then."""
+        """Learn a membership unless a newer one is known. Returns the epoch known afterwards."""
         membership = Membership.unpack(message)
         with self._lock:
             is_newer = membership.epoch > self.membership.epoch
@@ -139,7 +139,7 @@ class ShardService:
         return lease
 
     def _write(self, commit: Commit, data: Bytes) -> Flags:
-        """Copy pages to their reserved cells; True for those that arrived as they were sent."""
+        """Copy pages to their reserved cells. Returns True for those that arrived as they were sent."""
         offsets, length = self.shard.reserved(commit.reservation)
         if not length:
             return np.zeros(len(commit.checksums), np.bool_)

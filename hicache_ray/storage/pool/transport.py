@@ -44,7 +44,7 @@ class WriteGrant:
             self.cells = list(self._sent)
 
     def commit(self, good: Flags) -> Pending | None:
-        """Make the copied pages among `good` (one flag per granted page) visible; the answer is a flag per page."""
+        """Make the copied pages among `good` (one flag per granted page) visible. The answer is a flag per page."""
         message = Commit(self._reservation, self.checksums, good.tolist()).pack()
         sent = self._sent
         if sent is None:

@@ -180,11 +180,11 @@ class PagePath(ABC):
 
     @abstractmethod
     def get(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> list[bool | None]:
-        """Read pages; per page True, False when it is not there, None when it is not what was stored."""
+        """Read pages. Returns per page True, False when it is not there, None when it is not what was stored."""
 
     @abstractmethod
     def set(self, keys: list[str], pages: Pages, extra: SGLangExtraInfo) -> int:
-        """Store pages; how many, from the first on, are stored."""
+        """Store pages. Returns how many, from the first on, are stored."""
 
 
 class TensorPath(PagePath):

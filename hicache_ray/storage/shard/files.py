@@ -88,7 +88,7 @@ def _arena_files(folder: Path) -> list[Path]:
 
 
 def remove_if_unlocked(path: Path) -> bool:
-    """Delete an arena file that no living process owns; False when there is none.
+    """Delete an arena file that no living process owns. Returns False when there is none.
 
     Raises:
         ArenaLocked: its owner lives.

@@ -185,7 +185,8 @@ class Residents:
         return cell
 
     def _keep_quota(self, cell_bytes: int, label: bytes, evict: bool) -> bool:
-        """Evict the namespace's own pages until one more fits its quota, if it has one; False when that can't be."""
+        """Evict the namespace's own pages until one more fits its quota, if it has one. Returns False when that can't
+        be."""
         quota = self._quotas.get(label, math.inf)
         while self.used_bytes[label] + cell_bytes > quota:
             victim = self._victim(lambda _, group: group == label) if evict else None
