@@ -6,9 +6,10 @@ READY := $(VENV)/.ready
 MOONCAKE := $(VENV)/.mooncake
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Tests wait more than they compute, so more of them run side by side than there are cores.
-JOBS ?= 4
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+# Tests wait more than they compute, so more of them run side by side than there are cores. The tests of a file stay in
+# one process: they share what is slow to start.
+JOBS ?= 3
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0

@@ -21,9 +21,6 @@ settings.register_profile(
 settings.register_profile("search", settings.get_profile("steady"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
-ONE_PROCESS = {"test_backend_mooncake", "test_backend_replay", "test_mooncake_answers", "test_kernels_matrix"}
-"""Modules whose tests share a Mooncake server, or a count of what they did."""
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -50,9 +47,7 @@ def pytest_sessionfinish() -> None:
         sys.modules["tests.cluster"].end_shared_cluster()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one module that share something slow to start (Ray, a store's server) stay in one process (xdist)."""
-    for item in items:
-        if item.get_closest_marker("ray") or item.path.stem in ONE_PROCESS:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """Files that start Ray come first: they wait more than they compute, and others fill the time (xdist)."""
+    slow = {item.path for item in items if item.get_closest_marker("ray")}
+    items.sort(key=lambda item: item.path not in slow)

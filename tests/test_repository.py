@@ -87,7 +87,8 @@ def test_radix_hashing_and_index_import_without_torch_and_ray() -> None:
 def test_storage_actors_and_supervisors_start_without_torch() -> None:
     """Importing it is most of the time that Ray takes to start such an actor again."""
     code = (
-        "import sys; import hicache_ray.actors.storage_actor, hicache_ray.actors.supervisor, hicache_ray.commands.ctl; "
+        "import sys; import hicache_ray.actors.storage_actor, hicache_ray.actors.supervisor, hicache_ray.commands.ctl, "
+        "hicache_ray.faults.service; "
         "sys.exit('imported torch' if 'torch' in sys.modules else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 import ray
@@ -33,8 +33,10 @@ from hicache_ray.actors.directory import RAY_NAMESPACE, group_name, rank_name, s
 from hicache_ray.faults.injector import Firing, PlanInjector
 from hicache_ray.faults.kinds import KINDS, RANK, STORAGE, SUPERVISOR
 from hicache_ray.faults.plan import Action, FaultPlan, Identity
-from hicache_ray.service import Service
 from hicache_ray.storage.pool.options import actor_name
+
+if TYPE_CHECKING:  # it loads torch, and parts of this file run in storage actors, which do without
+    from hicache_ray.service import Service
 
 logger = logging.getLogger("hicache_ray.faults.service")
 
