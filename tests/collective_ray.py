@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import ray
 
 from hicache_ray.actors.collective import ReductionGroup
+from hicache_ray.deadline import wait_until
 
 PATIENCE = 120
 """Seconds after which a test gives up waiting for an answer that has to come."""
@@ -112,7 +112,4 @@ def failure(ref: Any) -> str:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "the awaited condition did not come"
-        time.sleep(0.01)
+    assert wait_until(condition, PATIENCE), "the awaited condition did not come"

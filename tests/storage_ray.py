@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hicache_ray import deadline
 from hicache_ray.hashing import ModelIdentity
 from hicache_ray.storage.base import StorageConfig
 from hicache_ray.storage.pool.storage import RayPoolStorage
@@ -68,10 +68,7 @@ def content(seed: int) -> np.ndarray:
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Returns when the condition holds; AssertionError when it does not within the time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{condition} does not hold after {seconds} s"
-        time.sleep(0.05)
+    assert deadline.wait_until(condition, seconds), f"{condition} does not hold after {seconds} s"
 
 
 def arena_files(part: str) -> set[Path]:
